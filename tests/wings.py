@@ -184,12 +184,7 @@ WINGS: dict[str, Wing] = {
         ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
     ),
     "grammars": Wing(
-        ("engine/structured/", "node/grammar/"),
-        (
-            "tests/engine/structured/",
-            "tests/engine/model/test_device_order.py",
-            "tests/integration/test_serve_grammars.py",
-        ),
+        ("engine/structured/", "node/grammar/"), ("tests/engine/structured/", "tests/engine/model/test_device_order.py")
     ),
     "fused models": Wing(
         ("engine/model/fused/",),

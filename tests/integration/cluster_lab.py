@@ -34,6 +34,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def until_true(condition: Callable[[], Any], what: str, within_s: float = START_S) -> Any:
+    """Returns what the condition is when it holds."""
+    deadline = time.monotonic() + within_s
+    while not (seen := condition()):
+        assert time.monotonic() < deadline, f"after {within_s:.0f} s still not: {what}"
+        time.sleep(0.05)
+    return seen
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 class RayNodes:
     """A Ray head, and Ray nodes that offer places for prefill or decode nodes."""
 

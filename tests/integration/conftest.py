@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.logs import LogsConfig
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import prepare_model
@@ -24,7 +25,7 @@ from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.config import TransferConfig
-from tandem.router.config import LocalPrefill
+from tandem.router.config import Heartbeat, LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
 from tests.conftest import ON_ONE_RAY
 from tests.integration.cluster_lab import Serve
@@ -63,7 +64,6 @@ OWN_CLUSTERS = {
     "test_serve_adapters.py",
     "test_serve_batch.py",
     "test_serve_command.py",
-    "test_serve_grammars.py",
     "test_serve_ranks.py",
     "test_serve_realtime.py",
     "test_serve_tiers.py",
@@ -245,6 +245,38 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
             loop_thread.run(deployment.stop())
 
     return running
+
+
+# As Hermes' template writes calls.
+TOOLS_IN_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nFunctions: {{ tools | tojson }}. To call one, write "
+    '<tool_call>\n{"name": its name, "arguments": an object}\n</tool_call><|im_end|>\n{% endif %}'
+)
+
+
+@pytest.fixture(scope="session")
+def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with a chat template for tools, which its own template does not know."""
+    folder = tmp_path_factory.mktemp("taught")
+    for file in smollm2_path.iterdir():
+        (folder / file.name).symlink_to(file)
+    template = folder / "chat_template.jinja"
+    own = template.read_text()
+    template.unlink()
+    template.write_text(TOOLS_IN_TEMPLATE + own)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(deploy: Deploy, taught: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
+    """One prefill node and one decode node, for all tests that leave them as they are. `expected` is asked for first: it wants both cores."""
+    config = float32_config(taught, prefill=1, decode=1)
+    # Patient: without its prefill node, silent on a busy machine, the decode node would compute prompts itself.
+    router = _replace(config.router, prompt_embeds=True, heartbeat=Heartbeat(silence=20.0, starved=20.0))
+    model = _replace(config.model, pooling="mean")
+    with deploy(_replace(config, model=model, router=router, logs=LogsConfig(level="debug"))) as running:
+        yield running
+        running.until_quiet()
 
 
 @pytest.fixture

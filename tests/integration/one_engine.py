@@ -6,15 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import random
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+import pytest
 
+from tandem.base.errors import NodeLost
 from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -37,6 +40,8 @@ from tests.integration.far_machines import FarMachine
 
 PATIENCE_S = 60.0
 epochs = itertools.count(900)
+# On a busy machine, too, the KV is waited for instead of computed again.
+PATIENT: dict[str, Any] = {"connector": "nixl", "lease_s": 30.0, "patience_s": 60.0}
 
 
 @dataclasses.dataclass
@@ -266,6 +271,16 @@ class OneEngine:
         return tokens
 
 
+def prompts_in_pairs(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Pairs of prompts with the same beginning: the second one finds it in both nodes' prefix caches."""
+    chance = random.Random(7)
+    found = []
+    for length in lengths:
+        prompt = [chance.randrange(3, vocabulary) for _ in range(length)]
+        found += [prompt, prompt[: length * 2 // 3] + [chance.randrange(3, vocabulary) for _ in range(20)]]
+    return found
+
+
 def one_token(sampling: SamplingParams | None) -> SamplingParams | None:
     return None if sampling is None else msgspec.structs.replace(sampling, max_tokens=1)
 
@@ -312,3 +327,40 @@ def hand_over(
     while producer.engine.scheduler.stats().held_blocks:
         producer.run(name, first, until)
     return tokens
+
+
+def hand_over_all(
+    producer: OneEngine, consumer: OneEngine, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> None:
+    """Each prompt is handed over once, and has the answer that is expected of it."""
+    for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
+        found = hand_over(producer, consumer, f"r{index}", prompt, len(answer))
+        assert found == answer, f"prompt {index}, of {len(prompt)} tokens"
+    assert set(consumer.stats().outcomes) == {"received"}
+    assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+
+
+def expect_read_where_it_decodes(
+    producer: OneEngine, consumer: OneEngine, prompt: list[int], right: list[int], lose: Callable[[], object]
+) -> None:
+    """The producer loses some of its processes while it sends the prompt's KV, and ends. The consumer computes the prompt itself."""
+    assert producer.address
+    assert consumer.address
+    tokens: list[int] = []
+    until = time.monotonic() + PATIENCE_S
+    consumer.add("lost", prompt, len(right), KVTransferParams("t", TransferRole.CONSUME, producer.address))
+    consumer.run("lost", tokens, until)
+    producer.add("lost", prompt, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
+    producer.run("lost", [], until)
+    lose()
+    with pytest.raises((NodeLost, RuntimeError)):  # a collective's own error may come before the verdict
+        run_on(producer, "lost", until)
+    while not consumer.run("lost", tokens, until):
+        pass
+    assert tokens == right
+    assert consumer.engine.scheduler.stats().prompt_tokens_computed > 0
+
+
+def run_on(engine: OneEngine, name: str, until: float) -> None:
+    while True:
+        engine.run(name, [], until)

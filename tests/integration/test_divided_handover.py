@@ -12,7 +12,7 @@ from tandem.engine.config import SchedulerConfig
 from tandem.engine.model.divided import division
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model import tiny
-from tests.integration.one_engine import OneEngine, hand_over
+from tests.integration.one_engine import PATIENT, OneEngine, hand_over_all
 from tests.more import more
 
 CHUNK = 48
@@ -50,7 +50,7 @@ def test_nodes_of_unlike_widths_hand_over(
     """In uneven chunks; the second prompt begins as the first does, and no cache has any of the third."""
     prompts = [[(11 * token + which // 2) % 90 + 3 for token in range(61 + 40 * which)] for which in range(3)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
-    transfer = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    transfer = TransferConfig(**PATIENT, direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         engines = []
         for name, size, width in (("p", 4, reads), ("c", block_size, writes)):
@@ -60,10 +60,7 @@ def test_nodes_of_unlike_widths_hand_over(
             )  # fmt: skip
             engines.append(both.enter_context(engine))
         producer, consumer = engines
-        for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
-            assert hand_over(producer, consumer, f"r{index}", prompt, 8) == answer
-        assert set(consumer.stats().outcomes) == {"received"}
-        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+        hand_over_all(producer, consumer, prompts, expected)
         hits = producer.engine.scheduler.stats()
         assert hits.prompt_tokens_computed < sum(map(len, prompts)), "the second prompt's beginning was cached"
 
@@ -73,21 +70,19 @@ def test_ranks_on_two_machines_read_together(tiny_llama: Path) -> None:
     """Processes of a real node, each with a cache of its own."""
     prompts = [[(11 * token + which) % 90 + 3 for token in range(150)] for which in range(2)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
-    transfer = TransferConfig(connector="nixl", checksums="all")  # type: ignore[arg-type]
+    transfer = TransferConfig(**PATIENT, checksums="all")  # type: ignore[arg-type]
     with (
         OneEngine.start(
             tiny_llama, "p", 4, transfer, memory_bytes=8 << 20, prefix_caching=True, processes=True, machines=2, **TWO
         ) as producer,
         OneEngine.start(tiny_llama, "c", 4, transfer, memory_bytes=4 << 20, **TENSOR) as consumer,
     ):  # fmt: skip
-        for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
-            assert hand_over(producer, consumer, f"r{index}", prompt, 8) == answer
-        assert set(consumer.stats().outcomes) == {"received"}
+        hand_over_all(producer, consumer, prompts, expected)
         assert len(producer.far[0].ranks) == 1
 
 
 @pytest.mark.usefixtures("_short_pieces")
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [True, *more([False])])
 def test_requests_that_lose_their_blocks_read_their_prompts_again(apart: bool, tiny_llama: Path) -> None:
     prompts = [[(11 * token + which) % 90 + 3 for token in range(40)] for which in range(4)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 24)]
@@ -102,7 +97,7 @@ def test_requests_that_lose_their_blocks_read_their_prompts_again(apart: bool, t
 
 
 @pytest.mark.usefixtures("_short_pieces")
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, *more([True])])
 def test_what_left_the_cache_comes_back_from_a_tier(apart: bool, tiny_llama: Path) -> None:
     prompts = [[(11 * token + which) % 90 + 3 for token in range(60)] for which in range(4)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]

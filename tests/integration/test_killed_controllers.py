@@ -8,14 +8,13 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Serve, Tandem, free_port
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Serve, Tandem, free_port, until_true
 from tests.integration.test_serve_command import epochs
 
 KILLS = int(os.environ.get("TANDEM_CONTROLLER_KILLS", "2"))
@@ -39,17 +38,17 @@ def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
     assert len(before) == 2, "what says that it serves sees every node that was started"
     with Load(url, model, clients=CLIENTS) as load:
         for _ in range(KILLS):
-            (pid,) = until(lambda: controllers(processes), "a controller")
+            (pid,) = until_true(lambda: controllers(processes), "a controller", BACK_S)
             os.kill(pid, signal.SIGKILL)
             done = load.finished
-            until(lambda pid=pid: controllers(processes) - {pid}, "the next controller")
-            until(lambda done=done: load.finished > done + CLIENTS, "requests finished")
+            until_true(lambda pid=pid: controllers(processes) - {pid}, "the next controller", BACK_S)
+            until_true(lambda done=done: load.finished > done + CLIENTS, "requests finished", BACK_S)
         (pid,) = controllers(processes)
         os.kill(pid, signal.SIGSTOP)
         resume = threading.Timer(STOP_S, os.kill, (pid, signal.SIGCONT))
         resume.start()
         done = load.finished
-        until(lambda: load.finished > done, "requests finished while it stood still")
+        until_true(lambda: load.finished > done, "requests finished while it stood still", BACK_S)
         resume.join()
     assert epochs(url) == before, "no node was lost"
 
@@ -64,14 +63,6 @@ def served_url(command: subprocess.Popen[str]) -> str:
             break
     url: str = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     return url
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + BACK_S
-    while not (seen := condition()):
-        assert time.monotonic() < deadline, f"after {BACK_S:.0f} s still not: {what}"
-        time.sleep(0.02)
-    return seen
 
 
 def test_under_a_command_with_a_ray_of_its_own(serve: Any) -> None:
@@ -111,7 +102,7 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
         assert "it was ended: `tandem down`" in rest
         assert "answers again after" in rest
         assert command.returncode == 0
-    until(lambda: not actors(ray_nodes), "nothing left")
+    until_true(lambda: not actors(ray_nodes), "nothing left", BACK_S)
 
 
 def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, ray_nodes: RayNodes) -> None:
@@ -125,16 +116,16 @@ def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, 
                 "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
                 "ray.kill(ray.get_actor('controller'), no_restart=True)"
             )
-            until(lambda: controllers(lambda: ray_nodes.processes("ray::")) - {old}, "another controller")
+            until_true(lambda: controllers(lambda: ray_nodes.processes("ray::")) - {old}, "another controller", BACK_S)
             done = load.finished
-            until(lambda: load.finished > done + CLIENTS, "requests finished")
+            until_true(lambda: load.finished > done + CLIENTS, "requests finished", BACK_S)
         assert epochs(url) == before, "no node was lost"
         assert command.poll() is None
-        until(lambda: "took over 2 nodes" in tandem("status"), "the next controller took over")
+        until_true(lambda: "took over 2 nodes" in tandem("status"), "the next controller took over", BACK_S)
         assert "everything was finished" in tandem("down")
         command.communicate(timeout=BACK_S)
         assert command.returncode == 0
-    until(lambda: not actors(ray_nodes), "nothing left")
+    until_true(lambda: not actors(ray_nodes), "nothing left", BACK_S)
 
 
 def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
@@ -162,7 +153,7 @@ def test_what_serves_and_answers_no_call_is_left_as_it_is(tandem: Tandem, kind: 
             f"ray.wait(held, num_returns=len(held), timeout={DEAF_S})"
         )
         done = load.finished
-        until(lambda: load.finished > done, "requests finished")
+        until_true(lambda: load.finished > done, "requests finished", BACK_S)
     assert epochs(tandem.url) == before, "no node was lost"
     said = tandem("status")
     assert "restart" not in said, said
@@ -177,7 +168,7 @@ def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_ta
         "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
         "ray.kill(ray.get_actor('controller'), no_restart=True)"
     )
-    until(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone")
+    until_true(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone", BACK_S)
     assert "does not run on this Ray cluster" in tandem("status", status=1)
     assert "without a controller" in tandem("serve", "--port", "1", *SETTINGS, status=1)
     port = tandem.url.rpartition(":")[2]
@@ -188,9 +179,9 @@ def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_ta
         "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
         "ray.kill(ray.get_actor('controller'), no_restart=True)"
     )
-    until(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone")
+    until_true(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone", BACK_S)
     assert "it had no controller any more" in tandem("down")
-    until(lambda: not actors(ray_nodes), "nothing left")
+    until_true(lambda: not actors(ray_nodes), "nothing left", BACK_S)
 
 
 def actors(ray_nodes: RayNodes) -> list[str]:

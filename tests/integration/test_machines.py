@@ -25,11 +25,11 @@ from tandem.node.config import NodeConfig, OtherMachine
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.nodes import Role
-from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.integration.far_machines import FarMachine, is_there
-from tests.integration.one_engine import OneEngine, hand_over
+from tests.integration.one_engine import OneEngine, expect_read_where_it_decodes, hand_over_all
+from tests.more import more
 from tests.waiting import until
 
 pytestmark = pytest.mark.own_cluster
@@ -248,12 +248,7 @@ def test_a_machine_that_the_network_loses_ends_its_node_and_ends_its_ranks(
         node.close()
 
 
-def run_on(engine: OneEngine, deadline: float) -> None:
-    while True:
-        engine.run("r", [], deadline)
-
-
-@pytest.mark.parametrize(("direction", "widths"), [("push", (2, 1)), ("pull", (2, 1)), ("push", (1, 2))])
+@pytest.mark.parametrize(("direction", "widths"), [("pull", (2, 1)), ("push", (1, 2)), *more([("push", (2, 1))])])
 def test_a_node_on_two_machines_hands_over(
     tiny_llama: Path, direction: Literal["push", "pull"], widths: tuple[int, int]
 ) -> None:
@@ -261,18 +256,15 @@ def test_a_node_on_two_machines_hands_over(
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
     transfer = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
-        engines = []
-        for name, width in zip("pc", widths, strict=True):
-            engine = OneEngine.start(
-                tiny_llama, name, 4, transfer, memory_bytes=4 << 20, prefix_caching=True, width=width, processes=width > 1, machines=width,
-            )  # fmt: skip
-            both.callback(engine.close)
-            engines.append(engine)
-        producer, consumer = engines
-        for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
-            assert hand_over(producer, consumer, f"r{index}", prompt, 8) == answer
-        assert set(consumer.stats().outcomes) == {"received"}
-        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+        engines = [
+            both.enter_context(
+                OneEngine.start(
+                    tiny_llama, name, 4, transfer, memory_bytes=4 << 20, prefix_caching=True, width=width, processes=width > 1, machines=width,
+                )
+            )
+            for name, width in zip("pc", widths, strict=True)
+        ]  # fmt: skip
+        hand_over_all(*engines, prompts, expected)
         (far,) = [machine for engine in engines for machine in engine.far]
         assert len(far.ranks) == 1
     until(lambda: not is_there(far.process.pid), PATIENCE_S)  # it ends with its node
@@ -283,25 +275,11 @@ def test_a_prompt_of_a_node_that_loses_a_machine_is_read_where_it_decodes(tiny_l
     prompt = [(7 * token) % 90 + 3 for token in range(130)]
     (right,) = (found.tokens for found in tiny.reference(tiny_llama, [prompt], 8))
     transfer = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)  # type: ignore[arg-type]
-    with contextlib.ExitStack() as both:
-        producer = OneEngine.start(
+    with (
+        OneEngine.start(
             tiny_llama, "p", 4, transfer, scheduler=SchedulerConfig(max_num_batched_tokens=24), memory_bytes=4 << 20, width=2,
             processes=True, machines=2,
-        )  # fmt: skip
-        both.callback(producer.close)
-        consumer = OneEngine.start(tiny_llama, "c", 4, transfer, memory_bytes=4 << 20)
-        both.callback(consumer.close)
-        assert producer.address
-        assert consumer.address
-        tokens: list[int] = []
-        deadline = time.monotonic() + PATIENCE_S
-        consumer.add("r", prompt, 8, KVTransferParams("t", TransferRole.CONSUME, producer.address))
-        consumer.run("r", tokens, deadline)
-        producer.add("r", prompt, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
-        producer.run("r", [], deadline)
-        producer.far[0].end()
-        with pytest.raises((NodeLost, RuntimeError)):  # a collective's own error may come before the verdict
-            run_on(producer, deadline)
-        while not consumer.run("r", tokens, deadline):
-            pass
-        assert tokens == right
+        ) as producer,
+        OneEngine.start(tiny_llama, "c", 4, transfer, memory_bytes=4 << 20) as consumer,
+    ):  # fmt: skip
+        expect_read_where_it_decodes(producer, consumer, prompt, right, producer.far[0].end)

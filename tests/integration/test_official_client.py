@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.integration.conftest import Deploy, RunningDeployment, float32_config
+from tests.integration.conftest import RunningDeployment
 from tests.integration.reference import ExpectedAnswer
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -34,39 +33,10 @@ WEATHER: Any = {
     },
 }
 
-# As Hermes' template writes calls.
-TOOLS_IN_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nFunctions: {{ tools | tojson }}. To call one, write "
-    '<tool_call>\n{"name": its name, "arguments": an object}\n</tool_call><|im_end|>\n{% endif %}'
-)
-
 
 class City(BaseModel):
     name: str
     inhabitants: int
-
-
-@pytest.fixture(scope="module")
-def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with a chat template for tools, which its own template does not know."""
-    folder = tmp_path_factory.mktemp("taught")
-    for file in smollm2_path.iterdir():
-        (folder / file.name).symlink_to(file)
-    template = folder / "chat_template.jinja"
-    own = template.read_text()
-    template.unlink()
-    template.write_text(TOOLS_IN_TEMPLATE + own)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(deploy: Deploy, taught: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
-    """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
-    config = float32_config(taught, prefill=1, decode=1)
-    replace = msgspec.structs.replace
-    with deploy(replace(config, model=replace(config.model, pooling="mean"))) as running:
-        yield running
-        running.until_quiet()
 
 
 @pytest.fixture(scope="module")

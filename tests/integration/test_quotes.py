@@ -5,29 +5,26 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.integration.conftest import Deploy, RunningDeployment, float32_config
+from tests.integration.conftest import RunningDeployment
 
 QUOTED = re.compile(r"first-token-by=(\d+\.\d+); confidence=0\.9")
 COUNT = 16
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path) -> Iterator[RunningDeployment]:
-    with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
-        rng = random.Random(4)
-        for _ in range(24):  # not quoted, and learnt from
-            running.complete([rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 120))], 2)
-        yield running
+def learnt(server: RunningDeployment) -> RunningDeployment:
+    rng = random.Random(4)
+    for _ in range(24):  # not quoted, and learnt from
+        server.complete([rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 120))], 2)
+    return server
 
 
-def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(server: RunningDeployment) -> None:
-    rng, kept, waited = random.Random(5), 0, list[float]()
+def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(learnt: RunningDeployment) -> None:
+    server, rng, kept, waited = learnt, random.Random(5), 0, list[float]()
     for _ in range(COUNT):
         prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 120))]
         body = {"model": server.model, "prompt": prompt, "max_tokens": 4, "stream": True}
@@ -50,12 +47,12 @@ def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(serv
     assert sum(map(float, counted.values())) == COUNT
 
 
-def test_the_official_client_has_it_before_the_first_token(server: RunningDeployment) -> None:
+def test_the_official_client_has_it_before_the_first_token(learnt: RunningDeployment) -> None:
     http = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=http) as client:
+    with openai.OpenAI(base_url=f"{learnt.url}/v1", api_key="unused", max_retries=0, http_client=http) as client:
         began = time.monotonic()
         with client.chat.completions.with_streaming_response.create(
-            model=server.model,
+            model=learnt.model,
             messages=[{"role": "user", "content": "Count: " + " ".join(map(str, range(400)))}],
             max_tokens=3,
             stream=True,

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.cluster_lab import END_S, START_S
-from tests.integration.test_serve_ranks import parent_of, ranks_of, received, until_true
+from tests.integration.cluster_lab import END_S, START_S, parent_of, until_true
+from tests.integration.test_serve_ranks import ranks_of, received
 
 SETTINGS = """
 pools: {prefill: {nodes: 1, context_parallel: 2}, decode: {nodes: 1, tensor_parallel: 3}}

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.cluster_lab import END_S, START_S
+from tests.integration.cluster_lab import END_S, START_S, parent_of, until_true
 
 # SmolLM2-135M has nine heads of queries and three of keys and values.
 SETTINGS = """
@@ -46,19 +44,8 @@ def incarnation_of_node(http: httpx.Client) -> str:
     return next((node["incarnation"] for node in nodes if node["state"] == "ready"), "")
 
 
-def until_true(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.1)
-
-
 def ranks_of(command: Any) -> set[int]:
     return {pid for pid, line in command.processes().items() if RANK in line}
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def received(http: httpx.Client) -> int:

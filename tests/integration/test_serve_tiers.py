@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.engine.model import tiny
-from tests.integration.cluster_lab import END_S, START_S
+from tests.integration.cluster_lab import END_S, START_S, until_true
 from tests.listening import listener
 
 # Room for some 1,050 tokens on the device: the third prompt pushes the first out.
@@ -66,13 +66,6 @@ class Client:
         return float(found)
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.1)
-
-
 @pytest.mark.parametrize(
     ("pools", "title", "reader"),
     [
@@ -102,14 +95,14 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     assert cached == PROMPT, "all of the first turn's prompt came from the tier"
     assert client.answer(second_turn, skip_reading_prefix_cache=True) == (second, 0)
 
-    until(lambda: client.tiers(reader)["cpu"]["found_tokens"] == PROMPT, "the node has told of it")
+    until_true(lambda: client.tiers(reader)["cpu"]["found_tokens"] == PROMPT, "the node has told of it")
     role = client.nodes()[reader]["role"]
     labels = f'{{node="{reader}",role="{role}",tier="cpu"}}'
     assert client.metric(f"tandem_node_tier_found_tokens_total{labels}") == PROMPT
     assert client.metric(f"tandem_node_tier_used_bytes{labels}") > 0
     labels = f'{{node="{reader}",role="{role}"}}'
     loaded = f"tandem_node_prompt_tokens_loaded_total{labels}"
-    until(lambda: client.metric(loaded) == PROMPT, "the node has told that it loaded them")
+    until_true(lambda: client.metric(loaded) == PROMPT, "the node has told that it loaded them")
     said = subprocess.run(
         [sys.executable, "-m", "tandem.cluster.cli", "status", "--url", str(client.http.base_url)],
         check=True, text=True, capture_output=True, timeout=60,
@@ -117,11 +110,11 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     assert re.search(rf"cpu tier of {reader}: [\d.]+ MiB of [\d.]+ MiB, had \d+% of [\d,]+ tokens", said), said
     assert f"disk tier of {reader}:" in said
 
-    until(lambda: client.tiers(reader)["disk"]["stored_bytes"] >= client.tiers(reader)["cpu"]["stored_bytes"],
+    until_true(lambda: client.tiers(reader)["disk"]["stored_bytes"] >= client.tiers(reader)["cpu"]["stored_bytes"],
           "what the first tier has, the second has")  # fmt: skip
     before = client.nodes()[reader]["incarnation"]
     os.kill(command.pid_of(title), signal.SIGKILL)
-    until(lambda: client.nodes().get(reader, {}).get("incarnation", before) != before, "the node is back")
+    until_true(lambda: client.nodes().get(reader, {}).get("incarnation", before) != before, "the node is back")
     again, cached = client.answer(second_turn)
     assert again == second
     assert cached >= PROMPT, "what the killed process had stored is on the disk"
@@ -176,7 +169,7 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
     model = [str(tiny_model(kind, tmp_path, smollm2_path))] if kind else []
     command = serve(*model, "--config", str(settings), "--kv-memory", "64MiB", "--prefill", "1", "--decode", "2")
     client = Client(command.until(r"^API: +(http://\S+)/v1$", START_S)[1])
-    until(lambda: len(client.nodes()) == 3, "every node is ready")
+    until_true(lambda: len(client.nodes()) == 3, "every node is ready")
     draw = random.Random(3)
     vocabulary = range(3, tiny.VOCAB) if kind else range(1000, 40_000)
     prompt = [draw.choice(vocabulary) for _ in range(PROMPT)]
@@ -200,7 +193,7 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
 
     def kill() -> None:
         """The one that runs it."""
-        until(lambda: any(is_decoding(node) for node in client.nodes().values()), "its status says so")
+        until_true(lambda: any(is_decoding(node) for node in client.nodes().values()), "its status says so")
         ((name, node),) = ((name, node) for name, node in client.nodes().items() if is_decoding(node))
         killed.append(name)
         incarnations.append(node["incarnation"])
@@ -214,7 +207,7 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
     tokens = stream(80, kill)
     assert len(tokens) == tokens_said
     (survivor,) = {"decode-0", "decode-1"} - set(killed)
-    until(
+    until_true(
         lambda: (
             client.tiers(survivor)["cpu"]["loaded_tokens"] >= PROMPT
             and (bool(kind) or client.tiers(survivor)["cpu"]["loaded_bytes"] >= PROMPT // BLOCK * BLOCK_BYTES)
@@ -223,10 +216,12 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
     )
     assert client.tiers(survivor)["cpu"]["mirrored_bytes"] > 0
     answered = time.monotonic()
-    until(lambda: client.nodes()[survivor]["counters_age_s"] < time.monotonic() - answered, "its counters are of later")
+    until_true(
+        lambda: client.nodes()[survivor]["counters_age_s"] < time.monotonic() - answered, "its counters are of later"
+    )
     counters = client.nodes()[survivor]["counters"]
     assert counters["prompt_tokens_computed"] == 0, "nothing of the prompt was computed again"
-    until(
+    until_true(
         lambda: client.nodes().get(killed[0], {}).get("incarnation", incarnations[0]) != incarnations[0], "it is back"
     )
     assert stream(1, lambda: None) == tokens, "the same as without a failure"

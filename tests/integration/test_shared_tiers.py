@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # And how much of a conversation's first turn, 70 tokens and an answer of 8, its tier has for the second
 KINDS = {
+    "llama": 76,
     "gemma3": 76,  # all of it, and the window before its end
     "mistral-window": 76,
     "llama4": 76,  # and the chunk that its end lies in
@@ -42,7 +44,7 @@ KINDS = {
 FURTHER = ["mistral-window", "llama4", "recurrent-gemma", "mamba2"]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen3.5", *more(FURTHER)])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3.5", *more(FURTHER)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -75,12 +77,11 @@ def start(
     )
 
 
-@pytest.fixture
-def nodes(model: Path) -> Iterator[tuple[OneEngine, OneEngine]]:
-    pair = start(model, "a"), start(model, "b")
-    yield pair
-    for node in pair:
-        node.engine.shutdown()
+@contextlib.contextmanager
+def trio(model: Path) -> Iterator[tuple[OneEngine, OneEngine, OneEngine]]:
+    """Two that share their tiers, and one that says what is right."""
+    with start(model, "a") as a, start(model, "b") as b, start(model, "alone", shares=False) as alone:
+        yield a, b, alone
 
 
 def tier(node: OneEngine) -> TierStatus:
@@ -88,85 +89,55 @@ def tier(node: OneEngine) -> TierStatus:
     return status
 
 
-def go_on(nodes: tuple[OneEngine, OneEngine], name: str, tokens: list[int]) -> None:
+def go_on(first: OneEngine, second: OneEngine, name: str, tokens: list[int]) -> None:
     """Steps both nodes until the request at the second one has ended."""
     until = time.monotonic() + PATIENCE_S
-    first, second = nodes
     while not second.run(name, tokens, until):
         first.run("nothing", [], until)
 
 
 @pytest.mark.parametrize("factor", [1, 4])
 def test_a_prefix_that_another_node_has_is_copied_and_not_computed(model: Path, factor: int) -> None:
-    nodes = a, b = start(model, "a", factor), start(model, "b", factor)
-    try:
+    with start(model, "a", factor) as a, start(model, "b", factor) as b:
         expected = a.answer("r", PROMPT, 8)
         tokens: list[int] = []
         b.add("r", PROMPT, 8, None, cache_peers=CachePeers(source=a.tier))
-        go_on(nodes, "r", tokens)
+        go_on(a, b, "r", tokens)
         assert tokens == expected
         stats = b.engine.scheduler.stats()
         copied = FULL // (BLOCK * factor) * BLOCK * factor
         assert (stats.prompt_tokens_loaded, stats.prompt_tokens_computed) == (copied, 70 - copied)
         assert tier(b).fetched_bytes == copied // BLOCK * a.engine.runner.kv_cache[0].nbytes
-        settle(nodes)
-    finally:
-        for node in nodes:
-            node.engine.shutdown()
+        settle(a, b)
 
 
 def test_what_all_groups_of_a_model_need_is_copied(kind: str, model_of_kind: Path) -> None:
-    nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
-    alone = start(model_of_kind, "alone", shares=False)
-    try:
+    with trio(model_of_kind) as (a, b, alone):
         turn = [*PROMPT, *a.answer("r", PROMPT, 8), 9, 8, 7]
-        settle(nodes)
+        settle(a, b)
         expected = alone.answer("r", turn, 8)
         tokens: list[int] = []
         b.add("r", turn, 8, None, cache_peers=CachePeers(source=a.tier))
-        go_on(nodes, "r", tokens)
+        go_on(a, b, "r", tokens)
         assert tokens == expected
         stats = b.engine.scheduler.stats()
         found = KINDS[kind]
         assert (stats.prompt_tokens_loaded, stats.prompt_tokens_computed) == (found, len(turn) - found)
         assert tier(b).fetched_bytes == tier(b).loaded_bytes > 0, "nothing is copied that is not of use"
-        settle(nodes)
-    finally:
-        for node in (*nodes, alone):
-            node.engine.shutdown()
+        settle(a, b)
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for(nodes: tuple[OneEngine, OneEngine]) -> None:
-    a, b = nodes
-    expected = a.answer("r", PROMPT, 8)
-    tokens: list[int] = []
-    b.add("r", PROMPT, 8, None, cache_peers=CachePeers(source=a.tier))
-    until = time.monotonic() + PATIENCE_S
-    while not b.run("r", tokens, until):  # the other does not step
-        pass
-    assert tokens == expected
-    assert b.engine.scheduler.stats().prompt_tokens_computed == 70
-    settle(nodes)
-
-
-def test_a_mirror_goes_on_with_all_but_the_last_blocks_of_a_request(nodes: tuple[OneEngine, OneEngine]) -> None:
-    a, b = nodes
-    block_bytes = a.engine.runner.kv_cache[0].nbytes
-    expected = a.answer("whole", PROMPT, COUNT)
-    said: list[int] = []
-    a.add("r", PROMPT, COUNT, None, cache_peers=CachePeers(mirror=b.tier))
-    until = time.monotonic() + PATIENCE_S
-    while len(said) < 30 or tier(b).mirrored_bytes < ((70 + len(said)) // BLOCK - 2) * block_bytes:
-        assert not a.run("r", said, until), "the mirror never came near"
-        b.run("nothing", [], until)
-    a.engine.shutdown()
-    tokens: list[int] = []
-    b.add("r", PROMPT, COUNT, None, output=said)
-    while not b.run("r", tokens, until):
-        pass
-    assert said + tokens == expected
-    assert b.engine.scheduler.stats().prompt_tokens_loaded == 70, "nothing of the prompt was computed again"
-    assert tier(b).loaded_bytes >= ((70 + len(said)) // BLOCK - 2) * block_bytes
+def test_a_node_that_does_not_answer_is_not_waited_for(model: Path) -> None:
+    with start(model, "a") as a, start(model, "b") as b:
+        expected = a.answer("r", PROMPT, 8)
+        tokens: list[int] = []
+        b.add("r", PROMPT, 8, None, cache_peers=CachePeers(source=a.tier))
+        until = time.monotonic() + PATIENCE_S
+        while not b.run("r", tokens, until):  # the other does not step
+            pass
+        assert tokens == expected
+        assert b.engine.scheduler.stats().prompt_tokens_computed == 70
+        settle(a, b)
 
 
 def sharing_of(node: OneEngine) -> TierScheduler:
@@ -185,9 +156,7 @@ def blocks_there(node: OneEngine, tokens: list[int]) -> int:
 
 
 def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(kind: str, model_of_kind: Path) -> None:
-    nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
-    alone = start(model_of_kind, "alone", shares=False)
-    try:
+    with trio(model_of_kind) as (a, b, alone):
         expected = alone.answer("whole", PROMPT, COUNT)
         said: list[int] = []
         a.add("r", PROMPT, COUNT, None, cache_peers=CachePeers(mirror=b.tier))
@@ -205,13 +174,10 @@ def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(kin
         assert b.engine.scheduler.stats().prompt_tokens_loaded == 70
         assert tier(b).loaded_tokens >= near
         # What the answer has left behind is not kept: 8 blocks beyond a window, and three checkpoints.
-        for node in nodes:
+        for node in (a, b):
             entries = sharing_of(node).entries.values()
             trails = [trail for entry in entries for trail in entry.trail.values()]
             assert all(len(trail) < 3 * 12 + 1 for trail in trails)
-    finally:
-        for node in (*nodes, alone):
-            node.engine.shutdown()
 
 
 AHEAD = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS)
@@ -232,9 +198,9 @@ def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
     """After the handover the decode node has a window of the prompt, and states that no block ends with."""
     model = save(name, tmp_path)
     apart = 16
-    p, d, m = nodes = [start(model, node, scheduler=config, checkpoint_tokens=apart) for node in ("p", "d", "m")]
-    alone = start(model, "alone", shares=False)
-    try:
+    with contextlib.ExitStack() as stack:
+        p, d, m = (stack.enter_context(start(model, node, scheduler=config, checkpoint_tokens=apart)) for node in "pdm")
+        alone = stack.enter_context(start(model, "alone", shares=False))
         prompt = PROMPT[:46] + PROMPT[:24]  # repeated, so that drafts can be guessed
         expected = alone.answer("whole", prompt, COUNT)
         said: list[int] = []
@@ -261,12 +227,9 @@ def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
         assert said + tokens == expected
         assert m.engine.scheduler.stats().prompt_tokens_loaded == 70
         assert tier(m).loaded_tokens >= near
-    finally:
-        for node in (*nodes, alone):
-            node.engine.shutdown()
 
 
-def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
+def settle(*nodes: OneEngine) -> None:
     """Steps until no node waits for another or keeps blocks for it."""
     until = time.monotonic() + PATIENCE_S
     for node in nodes:

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port
+from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port, parent_of, until_true
 from tests.more import more
 
 pytestmark = pytest.mark.own_cluster
@@ -79,17 +78,6 @@ def received(tandem: Tandem) -> int:
     return sum(node["counters"]["transfer_bytes_received"] for node in tandem.nodes().values())
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.1)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def incarnation(tandem: Tandem) -> str:
     found = [node["incarnation"] for node in tandem.nodes().values() if node["role"] == "prefill"]
     return found[0] if found else ""
@@ -97,7 +85,7 @@ def incarnation(tandem: Tandem) -> str:
 
 def test_its_ranks_are_on_three_machines_and_hand_over(tandem: Tandem, machines: Machines) -> None:
     assert "Jupiter" in answer_of(tandem)
-    until(lambda: received(tandem) > 0, "its status says what the decode node received")
+    until_true(lambda: received(tandem) > 0, "its status says what the decode node received")
     assert len(machines.ranks()) == 2
     assert len(machines.processes(KEEPER)) == 2
     assert re.search(r"prefill-0.* \S+ \+ \S+ \+ \S+", tandem("status"))
@@ -127,7 +115,7 @@ def test_what_ends_one_of_its_processes_ends_it_as_one(
     with Load(tandem.url, model_of(tandem)):
         pids = machines.ranks() if victim == "rank" else set(machines.processes(victim))
         os.kill(min(pids), sign)
-        until(lambda: incarnation(tandem) not in ("", before), "the node was replaced")
+        until_true(lambda: incarnation(tandem) not in ("", before), "the node was replaced")
         assert not machines.of_node() & old, "none of its processes is left when another one serves"
     handed_over = received(tandem)
 
@@ -135,7 +123,7 @@ def test_what_ends_one_of_its_processes_ends_it_as_one(
         assert answer_of(tandem) == first
         return received(tandem) > handed_over
 
-    until(hands_over, "the new node hands over")
+    until_true(hands_over, "the new node hands over")
     assert len(machines.of_node()) == 5
 
 
@@ -146,7 +134,7 @@ def model_of(tandem: Tandem) -> str:
 def test_a_controller_that_is_killed_finds_it_as_it_is(tandem: Tandem, machines: Machines) -> None:
     before, old = incarnation(tandem), machines.of_node()
     os.kill(machines.pid_of("ray::ControllerActor"), signal.SIGKILL)
-    until(lambda: "took over 2 nodes" in tandem("status", status=None), "another one has taken over")
+    until_true(lambda: "took over 2 nodes" in tandem("status", status=None), "another one has taken over")
     answer_of(tandem)
     assert incarnation(tandem) == before
     assert machines.of_node() == old
@@ -160,11 +148,11 @@ def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
         raylet = next(pid for pid in machines.raylets if any(parent_of(it) == pid for it in machines.processes(KEEPER)))
         (keeper,) = [pid for pid in machines.processes(KEEPER) if parent_of(pid) == raylet]
         os.kill(raylet, signal.SIGKILL)
-        until(lambda: "its processes are heard" in tandem("status"), "it goes on where Ray alone is lost")
+        until_true(lambda: "its processes are heard" in tandem("status"), "it goes on where Ray alone is lost")
         assert incarnation(tandem) == before
         assert machines.of_node() == old
         os.kill(keeper, signal.SIGKILL)
-        until(lambda: not machines.of_node() & old, "none of its processes is left")
+        until_true(lambda: not machines.of_node() & old, "none of its processes is left")
         assert answer_of(tandem) == first
     machines.add_machine(prefill=1)
     before = received(tandem)
@@ -173,9 +161,9 @@ def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
         assert answer_of(tandem) == first
         return received(tandem) > before  # type: ignore[operator]
 
-    until(hands_over, "a node on the machines that are there hands over")
+    until_true(hands_over, "a node on the machines that are there hands over")
 
 
 def test_nothing_is_left_when_it_is_told_to_end(tandem: Tandem, machines: Machines) -> None:
     tandem("down")
-    until(lambda: not machines.of_node(), "all its processes have ended")
+    until_true(lambda: not machines.of_node(), "all its processes have ended")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,20 +27,12 @@ def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
     model = save(kind, tmp_path)
     tiers = [TierConfig(cpu=4 << 20)]
     config = TransferConfig(connector="nixl", direction=direction, timeout_s=20)
-    alone, producer, consumer = (
-        OneEngine.start(
-            model,
-            name,
-            4,
-            transfer,
-            memory_bytes=8 << 20,
-            prefix_caching=True,
-            checkpoint_tokens=4,
-            tiers=tiers if transfer else (),
-        )
-        for name, transfer in (("alone", None), ("p", config), ("c", config))
-    )
-    try:
+    options: dict[str, Any] = {"memory_bytes": 8 << 20, "prefix_caching": True, "checkpoint_tokens": 4}
+    with (
+        OneEngine.start(model, "alone", 4, None, **options) as alone,
+        OneEngine.start(model, "p", 4, config, tiers=tiers, **options) as producer,
+        OneEngine.start(model, "c", 4, config, tiers=tiers, **options) as consumer,
+    ):
         prompt = [3 + 7 * i % 120 for i in range(70)]
         expected = alone.answer("a", prompt, NEW_TOKENS)
         for turn in range(3):
@@ -61,6 +54,3 @@ def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
         received = consumer.engine.scheduler.stats()
         assert received.prompt_tokens_loaded == kept
         assert received.prompt_tokens_computed - computed == len(follow_up) - kept
-    finally:
-        for engine in (alone, producer, consumer):
-            engine.engine.shutdown()

@@ -121,6 +121,7 @@ def test_a_receipt_that_cannot_be_given_is_refused(
     assert said in answer.json()["error"]["message"]
 
 
+@pytest.mark.more  # a deployment of its own; tests/cluster/verify has what is said of other bits
 def test_another_type_gives_other_bits(
     deploy: Deploy, smollm2_path: Path, key: Path, together: RunningDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:

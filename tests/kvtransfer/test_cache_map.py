@@ -53,7 +53,7 @@ axes = st.permutations(AXES)
 powers = st.sampled_from([1, 2, 4, 8])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     slots=st.integers(1, 3),
     heads=st.integers(1, 3),

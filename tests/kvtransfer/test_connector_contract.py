@@ -27,15 +27,24 @@ pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
 CONNECTORS = [*WAYS, ("local_connector:create", "push")]
-# The number of ranks of the producer and of the consumer. Each rank is a process with its own heads.
-WIDTHS = [(1, 2, "push"), (2, 1, "pull")]
-MORE_WIDTHS = [(2, 4, "push"), (1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")]
+# The number of ranks of the producer and of the consumer, each a process with its own heads; or with its stage's layers, cut there.
+WIDTHS: list[tuple[int, int, str, tuple[int, int] | None]] = [(2, 4, "push", None), (2, 2, "pull", (1, 3))]
+MORE_WIDTHS: list[tuple[int, int, str, tuple[int, int] | None]] = [
+    (1, 2, "push", None),
+    (2, 1, "pull", None),
+    (1, 2, "pull", None),
+    (2, 1, "push", None),
+    (2, 4, "pull", None),
+    (2, 2, "push", (1, 3)),
+]
 if not is_there("kv_wide_engine"):
     WIDTHS, MORE_WIDTHS = [], []
 
 
-def wide(producer: int, consumer: int, direction: str, *marks: pytest.MarkDecorator) -> Any:
-    nodes = {"ranks": producer, "checksums": "all"}, {"ranks": consumer, "checksums": "all"}
+def wide(producer: int, consumer: int, direction: str, cuts: tuple[int, int] | None, *marks: Any) -> Any:
+    nodes: list[dict[str, Any]] = [{"ranks": ranks, "checksums": "all"} for ranks in (producer, consumer)]
+    for node, cut in zip(nodes, cuts or (), strict=False):
+        node["cuts"] = (cut,)
     return pytest.param((("nixl", direction), *nodes), id=f"{producer}to{consumer}-{direction}", marks=marks)
 
 
@@ -252,28 +261,9 @@ def test_a_producer_that_nobody_asks_frees_its_blocks_when_the_lease_ends(shared
     shared.expect_nothing_left()
 
 
-@pytest.mark.parametrize("connector", SOME)
-def test_caches_that_differ_are_refused_by_name(connector: tuple[str, str]) -> None:
-    with started(connector, consumer={"dtype": "bfloat16"}) as pair:
-        name = pair.add(a_prompt(20))
-        pair.consumer.call("run_until", name, ["failed"], timeout_s=3)
-        assert "dtype is 'float32' here and 'bfloat16' there" in pair.consumer.call("failure", name)
-        pair.consumer.call("finish", name)
-        pair.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
-        pair.expect_nothing_left()
-
-
-@pytest.mark.parametrize("connector", SOME)
-def test_pools_may_differ_in_size(connector: tuple[str, str]) -> None:
-    with started(connector, producer={"num_blocks": 20}, consumer={"num_blocks": 200}) as pair:
-        tokens = a_prompt(40)
-        for _ in range(3):
-            pair.expect_loaded(pair.add(tokens), tokens)
-
-
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "16 to 32": ({"block_size": 16}, {"block_size": 32}),
-    "32 to 16": ({"block_size": 32}, {"block_size": 16}),
+    "16 to 32": ({"block_size": 16, "num_blocks": 20}, {"block_size": 32, "num_blocks": 90}),
+    "32 to 16": ({"block_size": 32, "num_blocks": 90}, {"block_size": 16, "num_blocks": 20}),
     "another layout": ({"tokens_before_heads": True}, {}),
     "both": ({"block_size": 8}, {"block_size": 4, "tokens_before_heads": True}),
 }
@@ -287,7 +277,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             connector,
             *nodes,
             id="-".join((*connector, what)),
-            marks=[] if what == "both" or connector[0] == "nixl" else pytest.mark.more,
+            marks=[] if what == "both" or connector == ("nixl", "push") else pytest.mark.more,
         )
         for connector in CONNECTORS
         for what, nodes in DIFFERENT.items()
@@ -301,18 +291,28 @@ def test_block_sizes_and_layouts_may_differ(
             tokens = a_prompt(length)
             name = pair.add(tokens, producer={"chunk": chunk}, consumer={"cached_tokens": on_consumer})
             pair.expect_loaded(name, tokens)
-            pair.expect_nothing_left()
+            for engine, node in ((pair.producer, producer), (pair.consumer, consumer)):
+                assert engine.call("num_free") == node.get("num_blocks", 64) - 1
         sent, received = pair.stats()
         assert sent.blocks_sent == received.blocks_received
         assert sent.descriptors_sent > sent.blocks_sent or connector[1] == "pull"
 
 
 @pytest.mark.parametrize("connector", SOME)
-def test_block_sizes_that_are_not_multiples_are_refused_on_both_sides(connector: tuple[str, str]) -> None:
-    with started(connector, {"block_size": 8}, {"block_size": 12}) as pair:
+@pytest.mark.parametrize(
+    ("producer", "consumer", "why"),
+    [
+        ({"block_size": 8}, {"block_size": 12}, "block_size is 8 here and 12 there"),
+        *more([({}, {"dtype": "bfloat16"}, "dtype is 'float32' here and 'bfloat16' there")]),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused_by_name_on_both_sides(
+    connector: tuple[str, str], producer: dict[str, Any], consumer: dict[str, Any], why: str
+) -> None:
+    with started(connector, producer, consumer) as pair:
         name = pair.add(a_prompt(20))
         pair.consumer.call("run_until", name, ["failed"], timeout_s=3)
-        assert "block_size is 8 here and 12 there" in pair.consumer.call("failure", name)
+        assert why in pair.consumer.call("failure", name)
         pair.consumer.call("finish", name)
         pair.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
         assert set(pair.stats()[0].refused) == {"incompatible"}  # once, or again where the answer was late
@@ -320,7 +320,7 @@ def test_block_sizes_that_are_not_multiples_are_refused_on_both_sides(connector:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
-@pytest.mark.parametrize("block_size", [4, 8])
+@pytest.mark.parametrize("block_size", [4, *more([8])])
 def test_layers_leave_while_the_next_ones_are_computed(connector: tuple[str, str], block_size: int) -> None:
     options = {} if ":" in connector[0] else {"options": {"layerwise_tokens": "16"}}
     producer = options | {"layer_s": 0.03, "block_size": block_size}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from kv_fake_engine import FakeEngine, consume, produce
@@ -18,7 +16,6 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
-from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tests.waiting import until
@@ -46,26 +43,6 @@ def test_the_plug_in_gets_parameters_of_its_own_and_refuses_others_by_name() -> 
         ConfigurationError, match=r"transfer\.options\.backend\.workers: NIXL's UCX has no .* num_workers"
     ):
         NixlAgent("here", NixlOptions.parse({"backend.workers": "2"}))
-
-
-def test_blocks_move_between_two_agents(transport: NixlTransport) -> None:
-    mine, theirs = memory(), memory()
-    other = NixlTransport(NixlAgent("there", NixlOptions()))
-    try:
-        transport.register(mine)
-        remote = transport.connect(other.register(theirs))
-        mine.tensor[3] = 7.0
-        handle = transport.post(
-            remote, Move(Operation.WRITE, "t", mine.block_bytes, np.array([3, 1]), np.array([5, 2]))
-        )
-        end = time.monotonic() + 10
-        while not transport.is_done(handle):
-            assert time.monotonic() < end
-        assert bool((theirs.tensor[5] == 7.0).all())
-        assert float(theirs.tensor.sum()) == 7.0 * theirs.tensor[0].numel()
-        transport.disconnect(remote)
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize(

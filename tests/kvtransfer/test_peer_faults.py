@@ -23,6 +23,7 @@ from kv_pulse import Pulse
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.protocol.endpoint import IDLE_S
 from tandem.wire.requests import KVTransferParams, TransferRole
+from tests.more import more
 
 pytestmark = pytest.mark.slow
 
@@ -103,16 +104,27 @@ def _documents_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-@pytest.fixture(params=[*WAYS, ("local_connector:create", "push")], ids="-".join)
+@pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(*request.param)
     yield nodes
     nodes.close()
 
 
+CASES = [(victim, fault) for fault in ("dies", "is restarted", "stops answering") for victim in "pc"]
+OTHERS = [way for way in (*WAYS, ("local_connector:create", "push")) if way != WAYS[0]]
+# Each fault with the first connector, and two with each other, so that every fault meets one of them at least.
+MET = [(WAYS[0], *case) for case in CASES]
+MET += [(way, *CASES[(2 * number + at) % len(CASES)]) for number, way in enumerate(OTHERS) for at in (0, 3)]
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fault", ["dies", "is restarted", "stops answering"])
-@pytest.mark.parametrize("victim", ["p", "c"])
+@pytest.mark.parametrize(
+    ("nodes", "victim", "fault"),
+    [*MET, *more(case for case in ((way, *case) for way in OTHERS for case in CASES) if case not in MET)],
+    indirect=["nodes"],
+    ids=lambda given: "-".join(given) if isinstance(given, tuple) else None,
+)
 def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: str) -> None:
     other = "c" if victim == "p" else "p"
     descriptors: list[int] = []

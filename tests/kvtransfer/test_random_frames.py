@@ -1,6 +1,6 @@
 """Random bytes at every socket of a node and of a router: each frame is counted and refused, and no thread dies.
 
-Slow: TANDEM_FRAMES frames each (default 5,000).
+Slow: TANDEM_FRAMES frames each (default 2,000).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.wire.members import connect_as_member
 
 pytestmark = pytest.mark.slow
 
-FRAMES = int(os.environ.get("TANDEM_FRAMES", "5000"))
+FRAMES = int(os.environ.get("TANDEM_FRAMES", "2000"))
 CONNECTIONS = 40
 
 

@@ -92,7 +92,7 @@ def shards_of(draw: st.DrawFn, heads: int, layers: tuple[int, ...]) -> list[Shar
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     slots=st.integers(1, 4),
     kv=st.integers(1, 2),

@@ -159,7 +159,7 @@ def test_while_a_link_is_full_its_thread_only_looks_again_soon(link: Link) -> No
         assert node.endpoint.pump() is not Activity.DUE
 
 
-@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     direction=st.sampled_from(list(Direction)),
     rates=st.lists(
@@ -185,7 +185,7 @@ def test_whatever_rates_do_every_transfer_ends_right_and_every_block_comes_back(
     assert sum(link.outcomes().values()) == len(receives)
 
 
-@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     direction=st.sampled_from(list(Direction)),
     blocks_per_s=st.sampled_from([1.0, 5.0, 50.0]),
@@ -205,7 +205,7 @@ def test_a_steady_link_is_never_left_for_what_takes_longer(
     assert link.outcomes().get(TOO_SLOW, 0) == 0
 
 
-@settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     direction=st.sampled_from(list(Direction)),
     before=st.floats(0.0, 3.0),

@@ -1,20 +1,17 @@
-"""The statistics of transfers, and the ways in which a producer's blocks become free."""
+"""What is counted of the bytes of transfers."""
 
 from __future__ import annotations
 
-import pytest
-from kv_fake_network import BLOCK_BYTES, SETTINGS, Node, Receive, Send, World
+from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
 
 from tandem.kvtransfer.base import TransferStats
-from tandem.kvtransfer.protocol.commands import CancelReceive
-from tandem.kvtransfer.protocol.transport import Direction
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
 
 class Scene:
-    def __init__(self, direction: Direction = Direction.PUSH, *, consumer_block_size: int = 4) -> None:
-        self.world = World(direction)
+    def __init__(self, *, consumer_block_size: int = 4) -> None:
+        self.world = World()
         self.producer: Node = self.world.add("p", 11)
         self.consumer: Node = self.world.add("c", 22, skew=-700.0, block_size=consumer_block_size)
         self.receive = Receive("r1", "t-r1", TOKENS, 0, [])
@@ -38,58 +35,6 @@ class Scene:
 
     def sent(self) -> TransferStats:
         return self.producer.recorder.snapshot(0)
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-def test_blocks_that_were_handed_over(direction: Direction) -> None:
-    scene = Scene(direction)
-    scene.computed()
-    scene.world.settle(0.5)
-    stats = scene.sent()
-    assert stats.blocks_freed == {"sent": 6}
-    [record] = stats.recent
-    assert (record.request_id, record.outcome) == ("r1", "sent")
-    assert (record.num_bytes, record.blocks) == (6 * BLOCK_BYTES, 6)
-    assert record.waits["handover"] > 0
-
-
-def test_blocks_whose_lease_ended() -> None:
-    scene = Scene()
-    scene.producer.start_send(scene.send)  # no consumer ever asks for them
-    scene.producer.compute(scene.send, len(TOKENS))
-    scene.producer.finish_send(scene.send)
-    scene.world.settle(SETTINGS.lease_s + 1)
-    assert scene.sent().blocks_freed == {"lease_ended": 6}
-    assert scene.sent().leases_expired == 1
-
-
-def test_blocks_of_a_transfer_that_was_cancelled() -> None:
-    scene = Scene()
-    scene.computed()
-    scene.consumer.endpoint.execute(CancelReceive("r1"))
-    scene.world.settle(0.5)
-    assert scene.sent().blocks_freed == {"cancelled": 6}
-
-
-def test_blocks_whose_peer_died() -> None:
-    scene = Scene()
-    scene.computed()
-    scene.world.stalled = True
-    scene.world.kill("c")
-    scene.world.advance(SETTINGS.silent_s + 1)
-    scene.world.settle(0.5)
-    assert scene.sent().blocks_freed == {"peer_lost": 6}
-    assert scene.sent().recent[0].outcome == "peer_lost"
-
-
-def test_blocks_that_could_not_be_moved() -> None:
-    scene = Scene()
-    scene.computed()
-    scene.world.pump()
-    for move in scene.world.moves():
-        scene.world.complete(move, failed=True)
-    scene.world.settle(0.5)
-    assert scene.sent().blocks_freed == {"failed": 6}
 
 
 def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() -> None:

@@ -9,12 +9,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from test_connector_contract import LEASE_S, Pair, a_prompt, started
-
-from tests.more import more
 
 pytestmark = pytest.mark.slow
 
@@ -38,27 +35,6 @@ def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
         tokens = a_prompt(40)
         both.expect_loaded(both.add(tokens), tokens)
         yield both
-
-
-TWO_TO_FOUR = {"ranks": 2}, {"ranks": 4}
-ONE_TO_TWO = {"block_size": 8}, {"ranks": 2}
-STAGES = {"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}
-
-
-@pytest.mark.parametrize(
-    ("direction", "producer", "consumer"),
-    [
-        ("push", *TWO_TO_FOUR),
-        ("pull", *STAGES),
-        *more([("pull", *TWO_TO_FOUR), ("push", *ONE_TO_TWO), ("pull", *ONE_TO_TWO), ("push", *STAGES)]),
-    ],
-)
-def test_processes_hand_over_to_processes(direction: str, producer: dict[str, Any], consumer: dict[str, Any]) -> None:
-    with started(("nixl", direction), producer | {"checksums": "all"}, consumer | {"checksums": "all"}) as both:
-        for length, chunk in ((1, 99), (77, 20), (96, 96)):
-            tokens = a_prompt(length)
-            both.expect_loaded(both.add(tokens, producer={"chunk": chunk}), tokens)
-        both.expect_nothing_left()
 
 
 def until_sent(pair: Pair, blocks: int) -> None:

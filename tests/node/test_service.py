@@ -52,6 +52,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, SamplingParams
+from tandem.wire.tracing import ClockReading, NodeTrace
 from tests.adapter_books import PLENTY, PlainBook
 from tests.engine.engine_fakes import VECTOR, FakeRunner, make_scheduler, token_at
 from tests.waiting import until
@@ -73,19 +74,19 @@ class SentBatches:
         self.position = Position(1, 0)
         self.held: queue.Queue[Holding] = queue.Queue()
         self.recalled: queue.Queue[Recalled] = queue.Queue()
+        self.traces: queue.Queue[NodeTrace] = queue.Queue()
+        self.clocks: queue.Queue[ClockReading] = queue.Queue()
         self.died: str | None = None
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if endpoint in self.gone:
             raise NodeLost(f"{endpoint} does not read")
-        if isinstance(message, TokenBatch):
-            self.batches.put(message)
-        elif isinstance(message, NodeStatus):
-            self.statuses.put(message)
-        elif isinstance(message, Holding):
-            self.held.put(message)
-        elif isinstance(message, Recalled):
-            self.recalled.put(message)
+        kept = {
+            TokenBatch: self.batches, NodeStatus: self.statuses, Holding: self.held, Recalled: self.recalled,
+            NodeTrace: self.traces, ClockReading: self.clocks,
+        }  # fmt: skip
+        if type(message) in kept:
+            kept[type(message)].put(message)
 
     def received(self, endpoint: str) -> Position:
         return self.position
@@ -107,6 +108,7 @@ class SentBatches:
                 return status
 
 
+ENDLESS = SamplingParams(max_tokens=90_000, temperature=0, ignore_eos=True)
 CANCELLED = WireError("cancelled", "the response was cancelled")
 
 
@@ -129,6 +131,7 @@ class Node:
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s)
+        self.engine = Engine(make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True)
         self.service = NodeService(
             NodeConfig(
                 node_id="n0",
@@ -138,7 +141,7 @@ class Node:
             ),
             epoch=7,
             rules=rules,
-            engine=Engine(make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True),
+            engine=self.engine,
             mailbox=mailbox,
             line=self.outgoing,
             wings=wings(),
@@ -150,6 +153,17 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.service.stop()
+
+    def refusal(self, request_id: str = "r") -> WireError:
+        """Why the request ended, with nothing said before."""
+        [chunk] = self.outgoing.until_finished(request_id)
+        assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, [])
+        assert chunk.error is not None
+        return chunk.error
+
+    def expect_served(self, request_id: str, **fields) -> None:
+        self.submit(request_id, **fields)
+        assert self.outgoing.until_finished(request_id)[-1].finish is FinishReason.LENGTH
 
     def submit(self, request_id: str = "r", prompt: int = 5, timeout_s: float = 60.0, **fields) -> None:
         sampling = fields.pop("sampling", SamplingParams(max_tokens=4, temperature=0))
@@ -188,14 +202,11 @@ def test_a_request_that_moved_here_goes_on_where_it_was(node: Node) -> None:
 
 def test_a_request_that_can_never_run_is_refused_with_the_reason(node: Node) -> None:
     node.submit(prompt=100_001)
-    [chunk] = node.outgoing.until_finished("r")
-    assert chunk.finish is FinishReason.ERROR
-    assert chunk.error is not None
-    assert chunk.error.code == "context_length_exceeded"
+    assert node.refusal().code == "context_length_exceeded"
 
 
 def test_a_cancelled_request_frees_its_blocks_and_says_nothing(node: Node) -> None:
-    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+    node.submit(sampling=ENDLESS, prompt=5)
     node.outgoing.batches.get(timeout=PATIENCE_S)
     node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r", "never heard of"]))
     status = node.outgoing.status_where(lambda s: s.totals.requests_finished.get("abort") == 1)
@@ -210,7 +221,7 @@ def test_only_its_own_router_can_cancel_a_request(node: Node) -> None:
 
 
 def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
-    node.submit(timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000))
+    node.submit(timeout_s=0.0, sampling=ENDLESS)
     chunk = node.outgoing.until_finished("r")[-1]
     assert chunk.error is not None
     assert chunk.error.code == "deadline_exceeded"
@@ -243,9 +254,7 @@ def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
     node.runner.error = RuntimeError("boom")
     node.service.receive(Ping(reply_to=ROUTER))
     node.submit()
-    [chunk] = node.outgoing.until_finished("r")
-    assert chunk.error is not None
-    assert "boom" in chunk.error.message
+    assert "boom" in node.refusal().message
     status = node.outgoing.status_where(lambda s: s.state is NodeState.FAILED)
     assert "boom" in status.detail
     node.submit("later")
@@ -267,7 +276,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
     with Node(DecodeRules(Role.DECODE), silence_s=1.0) as node:
         gate = threading.Event()
         node.service.receive(Ping(reply_to="tcp://watcher:1"))
-        node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+        node.submit(sampling=ENDLESS, prompt=5)
         # Only the watcher goes on pinging; the request's router is silent.
         while not gate.wait(0.01):
             node.service.receive(Ping(reply_to="tcp://watcher:1"))
@@ -281,7 +290,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
 def test_a_background_answer_outlives_its_router_and_another_one_reads_it(node: Node) -> None:
     keep = KeepAnswer("answer", 1, b"note")
     node.submit("kept", prompt=5, sampling=SamplingParams(max_tokens=400, ignore_eos=True), keep=keep)
-    node.submit("lost", prompt=5, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    node.submit("lost", prompt=5, sampling=ENDLESS)
     node.service.router_replaced(ROUTER)
     other = "tcp://other:1"
     node.service.receive(Recall(other, "answer"))
@@ -297,7 +306,7 @@ def test_a_background_answer_outlives_its_router_and_another_one_reads_it(node: 
 
 def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node: Node) -> None:
     keep = KeepAnswer("answer", 1, b"")
-    node.submit("kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=keep)
+    node.submit("kept", sampling=ENDLESS, keep=keep)
     node.service.receive(EndAnswer("tcp://other:1", "answer", forget=True, error=CANCELLED))
     error = node.outgoing.until_finished("kept")[-1].error
     assert error is not None
@@ -309,7 +318,7 @@ def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node:
 
 def test_an_attempt_that_was_given_up_gets_the_end_of_its_answer(node: Node) -> None:
     """Its router may go on elsewhere; what becomes of the answer, only the router can say."""
-    node.submit("kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=KeepAnswer("answer", 1, b""))
+    node.submit("kept", sampling=ENDLESS, keep=KeepAnswer("answer", 1, b""))
     other = "tcp://other:1"
 
     def said(follower: str) -> str:
@@ -329,14 +338,14 @@ def test_an_attempt_that_was_given_up_gets_the_end_of_its_answer(node: Node) -> 
 
 def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> None:
     node.outgoing.gone.add(ROUTER)
-    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+    node.submit(sampling=ENDLESS, prompt=5)
     assert node.service.drain(PATIENCE_S)
     assert node.service.status().running == 0
 
 
 def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: Node) -> None:
     node.outgoing.gone.add(ROUTER)
-    node.submit("unread", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    node.submit("unread", sampling=ENDLESS)
     until(lambda: bool(node.outgoing.forgotten))
     node.outgoing.gone.clear()
     lost = len(node.outgoing.forgotten)  # once more if a report found it before its request was taken up
@@ -353,15 +362,14 @@ def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -
 
 
 def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_they_were_reported(node: Node) -> None:
-    endless = SamplingParams(max_tokens=90_000, temperature=0)
-    node.submit("long", sampling=endless)
-    node.submit("moved", output_token_ids=[105, 106, 107], sampling=endless)
+    node.submit("long", sampling=ENDLESS)
+    node.submit("moved", output_token_ids=[105, 106, 107], sampling=ENDLESS)
     node.service.receive(
         Submit(
             "another router's",
             "tcp://router:2",
             prompt_token_ids=[5],
-            sampling=endless,
+            sampling=ENDLESS,
             timeout_s=60.0,
             output_token_ids=[],
         )
@@ -380,13 +388,13 @@ def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_t
 
 
 def test_where_a_line_begins_the_node_says_what_it_holds_without_being_asked(node: Node) -> None:
-    node.submit("long", sampling=SamplingParams(max_tokens=90_000, temperature=0))
+    node.submit("long", sampling=ENDLESS)
     node.service.line_begun(ROUTER)
     assert set(node.outgoing.held.get(timeout=PATIENCE_S).requests) == {"long"}
 
 
 def test_the_requests_of_a_router_that_was_started_again_at_the_same_address_are_aborted(node: Node) -> None:
-    node.submit("old", sampling=SamplingParams(max_tokens=90_000, temperature=0))
+    node.submit("old", sampling=ENDLESS)
     node.service.router_replaced(ROUTER)
     node.service.receive(Ask(ROUTER))
     assert node.outgoing.held.get(timeout=PATIENCE_S).requests == {}
@@ -406,9 +414,7 @@ def test_a_draining_node_finishes_what_it_has_and_refuses_the_rest(node: Node) -
     node.outgoing.batches.get(timeout=PATIENCE_S)
     assert node.service.drain(PATIENCE_S)
     node.submit("new")
-    [refused] = node.outgoing.until_finished("new")
-    assert refused.error is not None
-    assert refused.error.code == "unavailable"
+    assert node.refusal("new").code == "unavailable"
 
 
 def transfer(role: TransferRole) -> KVTransferParams:
@@ -457,9 +463,7 @@ class TestPrefillRules:
 
 def test_a_decode_node_is_not_asked_to_send(node: Node) -> None:
     node.submit(transfer=transfer(TransferRole.PRODUCE))
-    [chunk] = node.outgoing.until_finished("r")
-    assert chunk.error is not None
-    assert chunk.error.code == "invalid_request"
+    assert node.refusal().code == "invalid_request"
 
 
 @pytest.mark.parametrize(
@@ -469,22 +473,17 @@ def test_tokens_that_the_model_does_not_know_are_refused(node: Node, fields: dic
     sampling = SamplingParams(max_tokens=4)
     tokens = {"prompt_token_ids": [5], **fields}
     node.service.receive(Submit(request_id="r", reply_to=ROUTER, sampling=sampling, timeout_s=9.0, **tokens))
-    [chunk] = node.outgoing.until_finished("r")
-    assert chunk.error is not None
-    assert chunk.error.code == "invalid_request"
-    assert "2000" in chunk.error.message
-    node.submit("next")
-    assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
+    error = node.refusal()
+    assert error.code == "invalid_request"
+    assert "2000" in error.message
+    node.expect_served("next")
 
 
 def test_a_request_that_the_model_fails_ends_alone_and_is_counted(node: Node) -> None:
     node.runner.failing["bad"] = InvalidLogits("no number")
     node.submit("bad")
-    [chunk] = node.outgoing.until_finished("bad")
-    assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, [])
-    assert chunk.error == InvalidLogits("no number").to_wire()
-    node.submit("good")
-    assert node.outgoing.until_finished("good")[-1].finish is FinishReason.LENGTH
+    assert node.refusal("bad") == InvalidLogits("no number").to_wire()
+    node.expect_served("good")
     node.service.receive(Ping(reply_to=ROUTER))
     status = node.outgoing.status_where(lambda status: status.totals.model_errors == 1)
     assert status.state is NodeState.READY
@@ -520,10 +519,9 @@ def test_a_vector_comes_alone_and_frees_its_blocks(rules) -> None:
 def test_what_the_model_is_not_for_is_refused(node: Node, vectors, fields, says: str) -> None:
     node.runner.info = msgspec.structs.replace(node.runner.info, vectors=vectors)
     node.submit(**fields)
-    [chunk] = node.outgoing.until_finished("r")
-    assert chunk.error is not None
-    assert chunk.error.code == "invalid_request"
-    assert says in chunk.error.message
+    error = node.refusal()
+    assert error.code == "invalid_request"
+    assert says in error.message
 
 
 def test_a_pin_ends_while_the_node_sleeps() -> None:
@@ -541,27 +539,19 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
 def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
     with Node(DecodeRules(Role.DECODE)) as made:
         made.submit(sampling=SamplingParams(max_tokens=4, hidden_states="x"))
-        [chunk] = made.outgoing.until_finished("r")
-        assert chunk.error is not None
-        assert "model.hidden_states_folder" in chunk.error.message
+        assert "model.hidden_states_folder" in made.refusal().message
 
 
 def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() -> None:
-    made = Node(DecodeRules(Role.DECODE), states_folder="/states")
     wanting = SamplingParams(max_tokens=4, temperature=0, hidden_states="x")
-    try:
-        made.submit("r", sampling=wanting)
-        assert made.outgoing.until_finished("r")[-1].finish is FinishReason.LENGTH
+    with Node(DecodeRules(Role.DECODE), states_folder="/states") as made:
+        made.expect_served("r", sampling=wanting)
         made.runner.states_wait = True
         made.submit("s", sampling=wanting)
-        [chunk] = made.outgoing.until_finished("s")
-        assert chunk.error is not None
-        assert chunk.error.code == "overloaded"
-        assert "hidden_states: the folder takes files more slowly" in chunk.error.message
-        made.submit("t")  # asks for none
-        assert made.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
-    finally:
-        made.service.stop()
+        error = made.refusal("s")
+        assert error.code == "overloaded"
+        assert "hidden_states: the folder takes files more slowly" in error.message
+        made.expect_served("t")  # it asks for none
 
 
 @pytest.mark.parametrize("role", list(TransferRole))
@@ -588,12 +578,10 @@ def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> PlainBook:
 def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: str) -> None:
     with Node(DecodeRules(Role.DECODE), adapters=few_adapters()) as node:
         node.submit(lora=lora)
-        (chunk,) = node.outgoing.until_finished("r")
-        assert chunk.error is not None
-        assert chunk.error.code == "adapter_missing"
-        assert repr(lora.partition("@")[0]) in chunk.error.message
-        node.submit("s", lora=identity_of("sql", "d" * 64))
-        assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
+        error = node.refusal()
+        assert error.code == "adapter_missing"
+        assert repr(lora.partition("@")[0]) in error.message
+        node.expect_served("s", lora=identity_of("sql", "d" * 64))
         assert node.service.status().adapters == {"sql": "d" * 64}
 
 
@@ -601,19 +589,17 @@ def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_i
     slots = few_adapters()
     with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
         old, law = identity_of("sql", "d" * 64), Adapter("law", "1" * 64, {})
-        node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+        node.submit(lora=old, sampling=ENDLESS)
         node.outgoing.batches.get(timeout=PATIENCE_S)
         assert node.service.set_adapters([law, Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
         status = node.outgoing.status_where(lambda s: "law" in s.adapters)
         assert status.adapters == {"law": "1" * 64, "sql": "e" * 64}
         assert status.replaced_adapters == {"sql": ("d" * 64,)}
-        node.submit("s", lora=identity_of("sql", "e" * 64))
-        assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
+        node.expect_served("s", lora=identity_of("sql", "e" * 64))
         node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r"]))
         node.outgoing.status_where(lambda s: s.totals.requests_finished.get("abort") == 1)
         # It waited in its router's line, or began at a node that died.
-        node.submit("t", lora=old, output_token_ids=[105])
-        assert node.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
+        node.expect_served("t", lora=old, output_token_ids=[105])
 
 
 def test_a_node_without_requests_gives_replaced_adapters_back_when_memory_runs_short(
@@ -632,7 +618,7 @@ def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() 
     slots = few_adapters()
     with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
         old, new = identity_of("sql", "d" * 64), identity_of("sql", "e" * 64)
-        node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+        node.submit(lora=old, sampling=ENDLESS)
         node.outgoing.batches.get(timeout=PATIENCE_S)
         assert node.service.set_adapters([Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
         assert node.service.set_adapters([], frozenset(), PATIENCE_S)
@@ -682,18 +668,14 @@ RUN = MediaFeature("m/0", 2, 1)
 )
 def test_a_node_takes_a_routers_word_for_no_placeholder(fields: dict, why: str) -> None:
     reads = fields.pop("reads", True)
-    node = Node(DecodeRules(Role.DECODE))
-    rules = TiledImages(tile=16, longest=48, is_cut=True, tokens=2, token_id=12)
-    node.runner.info = msgspec.structs.replace(node.runner.info, images=rules if reads else None)
-    try:
+    with Node(DecodeRules(Role.DECODE)) as node:
+        rules = TiledImages(tile=16, longest=48, is_cut=True, tokens=2, token_id=12)
+        node.runner.info = msgspec.structs.replace(node.runner.info, images=rules if reads else None)
         # The third of its five tokens is a placeholder.
         node.submit(**({"media": [RUN], "images": [b""]} | fields))
-        (chunk,) = node.outgoing.until_finished("r")
-        assert chunk.error is not None
-        assert chunk.error.code == "invalid_request"
-        assert why in chunk.error.message
-    finally:
-        node.service.stop()
+        error = node.refusal()
+        assert error.code == "invalid_request"
+        assert why in error.message
 
 
 ROWS = PromptEmbeds("float32", 2, np.arange(36, dtype="<f4").tobytes())
@@ -728,17 +710,13 @@ def rows_with(number: float, dtype: str = "float32") -> PromptEmbeds:
     ],
 )  # fmt: skip
 def test_a_node_takes_a_routers_word_for_no_row(embeds: PromptEmbeds, fields: dict, why: str) -> None:
-    node = Node(DecodeRules(Role.DECODE))
-    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=fields.pop("size", 2))
-    called = embeds.features() if embeds.is_whole else []
-    try:
+    with Node(DecodeRules(Role.DECODE)) as node:
+        node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=fields.pop("size", 2))
+        called = embeds.features() if embeds.is_whole else []
         node.submit(**({"prompt_token_ids": [0] * 18, "media": called, "embeds": embeds} | fields))
-        (chunk,) = node.outgoing.until_finished("r")
-        assert chunk.error is not None
-        assert chunk.error.code == "invalid_request"
-        assert why in chunk.error.message
-    finally:
-        node.service.stop()
+        error = node.refusal()
+        assert error.code == "invalid_request"
+        assert why in error.message
 
 
 @pytest.mark.parametrize(
@@ -756,15 +734,12 @@ def test_a_node_takes_a_routers_word_for_no_row(embeds: PromptEmbeds, fields: di
 def test_rows_are_judged_in_the_type_that_the_model_computes_in(
     computes_in: str, number: float, sent: str, fits: bool
 ) -> None:
-    node = Node(DecodeRules(Role.DECODE))
-    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=2, dtype=computes_in)
-    embeds = rows_with(number, sent)
-    cast = rows_of(embeds).to(getattr(torch, computes_in))
-    assert bool(cast.isfinite().all()) == fits
-    try:
+    with Node(DecodeRules(Role.DECODE)) as node:
+        node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=2, dtype=computes_in)
+        embeds = rows_with(number, sent)
+        cast = rows_of(embeds).to(getattr(torch, computes_in))
+        assert bool(cast.isfinite().all()) == fits
         node.submit(prompt_token_ids=[0] * 18, media=embeds.features(), embeds=embeds)
         error = node.outgoing.until_finished("r")[-1].error
         assert (error is None) == fits
         assert error is None or f"infinite in {computes_in}" in error.message
-    finally:
-        node.service.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 from collections.abc import Iterator
 
 import msgspec
@@ -14,18 +13,13 @@ from tandem.engine.core import Engine
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, SchedulerOutput
 from tandem.engine.tracing import MAX_AWAITED, MAX_SPANS, FinishedTrace, StepTimes, Tracer
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
-from tandem.node.config import NodeConfig
-from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
-from tandem.wire.lines import Position
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Cancel, Ping, Submit
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase, TransferRecord, TransferTrace
-from tests.engine.engine_fakes import FakeRunner, make_scheduler
+from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
+from tests.node.test_service import ENDLESS, PATIENCE_S, ROUTER, Node, SentBatches
 
-PATIENCE_S = 5.0
-ROUTER = "tcp://router:1"
 TRANSFER = TransferRecord("r", "received", 99, 1)
 
 
@@ -172,37 +166,10 @@ def test_what_is_kept_of_one_request_and_of_many_has_a_bound() -> None:
     assert set(traced.done) == {"r", "held-0"}
 
 
-class Sent:
-    malformed = 0
-    gaps = 0
-    died = None
-
-    def __init__(self) -> None:
-        self.traces: queue.Queue[NodeTrace] = queue.Queue()
-        self.clocks: queue.Queue[ClockReading] = queue.Queue()
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        assert endpoint == ROUTER
-        if isinstance(message, NodeTrace):
-            self.traces.put(message)
-        elif isinstance(message, ClockReading):
-            self.clocks.put(message)
-
-    def received(self, endpoint: str) -> Position:
-        return Position(0, 0)
-
-    def forget(self, endpoint: str) -> None: ...
-
-
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
-def node(request: pytest.FixtureRequest) -> Iterator[tuple[NodeService, Sent, Engine]]:
-    runner, sent, mailbox = FakeRunner(num_blocks=30_000, max_model_len=100_000), Sent(), Mailbox()
-    engine = Engine(make_scheduler(runner), runner, None, ahead=request.param, debug=True)
-    config = NodeConfig(node_id="n0", role=Role.DECODE)
-    service = NodeService(config, 7, DecodeRules(Role.DECODE), engine, mailbox, sent)
-    service.start()
-    yield service, sent, engine
-    service.stop()
+def node(request: pytest.FixtureRequest) -> Iterator[tuple[NodeService, SentBatches, Engine]]:
+    with Node(DecodeRules(Role.DECODE), ahead=request.param) as made:
+        yield made.service, made.outgoing, made.engine
 
 
 def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node) -> None:
@@ -225,8 +192,7 @@ def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node
 
 def test_a_traced_request_that_is_cancelled_is_told_of_too(node) -> None:
     service, sent, _ = node
-    endless = SamplingParams(max_tokens=90_000, temperature=0, ignore_eos=True)
-    service.receive(msgspec.structs.replace(submit("r"), sampling=endless))
+    service.receive(msgspec.structs.replace(submit("r"), sampling=ENDLESS))
     service.receive(Cancel(ROUTER, ["r"]))
     assert sent.traces.get(timeout=PATIENCE_S).request_id == "r"
 

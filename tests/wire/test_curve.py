@@ -16,11 +16,11 @@ from tandem.base.errors import NodeLost
 from tandem.wire import curve, sockets
 from tandem.wire.curve import ProcessKeys
 from tandem.wire.endpoints import Endpoint, key_bytes, key_of, parse_endpoint
-from tandem.wire.requests import Ping, ToNode
+from tandem.wire.requests import Ping
 from tandem.wire.sockets import Inbox, Outbox, accompany, admit, public_key
 from tests.waiting import until
 from tests.wire.members import address_of
-from tests.wire.test_sockets import Heard
+from tests.wire.test_sockets import Heard, listening
 
 # ZMTP 3.1: signature, version, mechanism, whether it is the server; then what fills 64 bytes.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -38,9 +38,8 @@ def heard() -> Heard:
 
 @pytest.fixture
 def inbox(heard: Heard) -> Iterator[Inbox[Any]]:
-    made: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
-    yield made
-    made.close()
+    with listening(heard) as made:
+        yield made
     admit([])
 
 

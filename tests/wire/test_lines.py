@@ -213,7 +213,7 @@ def test_asking_again_slows_down_while_the_answer_is_on_its_way() -> None:
     assert RETRY_S < HEARTBEAT_S
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     loss=st.floats(0, 0.5),

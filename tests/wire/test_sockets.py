@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -49,6 +50,15 @@ def inbox_again(heard: Heard, port: int) -> Inbox[Any]:
             assert time.monotonic() < deadline
 
 
+@contextlib.contextmanager
+def listening(handle: Callable[[Any], None], host: str = "127.0.0.1") -> Iterator[Inbox[Any]]:
+    made: Inbox[Any] = Inbox(host, ToNode, handle, name="test")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def heard() -> Heard:
     return Heard()
@@ -56,9 +66,8 @@ def heard() -> Heard:
 
 @pytest.fixture
 def inbox(heard: Heard) -> Iterator[Inbox[Any]]:
-    made: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
-    yield made
-    made.close()
+    with listening(heard) as made:
+        yield made
 
 
 @pytest.fixture
@@ -126,15 +135,12 @@ def test_a_frame_that_is_far_too_large_is_not_even_read(
 ) -> None:
     monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 1000)
     small_heard = Heard()
-    small: Inbox[Any] = Inbox("127.0.0.1", ToNode, small_heard, name="small")
-    try:
+    with listening(small_heard) as small:
         outbox.send(small.endpoint, Ping("x" * 5000))
         other = Outbox()
         other.send(small.endpoint, Ping("fits"))
         assert small_heard.wait(1) == [Ping("fits")]
         other.close()
-    finally:
-        small.close()
 
 
 def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on(outbox: Outbox) -> None:
@@ -145,14 +151,11 @@ def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on(outbox: O
             raise ValueError("a bug")
         done.set()
 
-    inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, handle, name="test")
-    try:
+    with listening(handle) as inbox:
         outbox.send(inbox.endpoint, Ping("bad"))
         outbox.send(inbox.endpoint, Ping("good"))
         assert done.wait(DEADLINE_S)
         assert inbox.handler_errors == 1
-    finally:
-        inbox.close()
 
 
 def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +228,12 @@ def test_one_endpoint_too_many_is_lost_and_the_others_go_on(heard: Heard, monkey
     """All sockets of a process count: here the inbox's three, the authenticator's three, and one more."""
     monkeypatch.setattr(sockets, "MAX_SOCKETS", 7)
     monkeypatch.setattr(sockets, "shared", sockets.ProcessSockets())
-    inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
-    outbox = Outbox()
-    try:
+    with listening(heard) as inbox, contextlib.closing(Outbox()) as outbox:
         outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
         with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
             outbox.send(endpoint_at(9), Cancel("tcp://x:1", []))
         outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
         assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
-    finally:
-        outbox.close()
-        inbox.close()
 
 
 def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
@@ -299,16 +297,14 @@ def test_a_thread_that_dies_says_why(heard: Heard, monkeypatch: pytest.MonkeyPat
 
 
 def test_ipv6(heard: Heard, outbox: Outbox) -> None:
-    try:
-        inbox: Inbox[Any] = Inbox("::1", ToNode, heard, name="six")
-    except ConfigurationError as error:
-        pytest.skip(f"this machine has no IPv6: {error}")
-    try:
+    with contextlib.ExitStack() as opened:
+        try:
+            inbox = opened.enter_context(listening(heard, "::1"))
+        except ConfigurationError as error:
+            pytest.skip(f"this machine has no IPv6: {error}")
         assert inbox.endpoint.startswith(f"tcp://{public_key()}@[::1]:")
         outbox.send(inbox.endpoint, Ping("x"))
         assert heard.wait(1) == [Ping("x")]
-    finally:
-        inbox.close()
 
 
 def test_closing_twice_is_once_and_leaves_no_thread(heard: Heard) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from tandem.kvtransfer.offload.patience import FIRST_OUT_S
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tests.kvtransfer.objects.seaweed import SeaweedStore
 from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
+from tests.waiting import until
 
 CHAIN = [bytes([n]) * 32 for n in range(1, 9)]
 NUMBERS = itertools.count()
@@ -96,13 +96,6 @@ class StoreNode:
 
     def close(self) -> None:
         self.tier.close()
-
-
-def until(reached: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 Start = Callable[..., StoreNode]

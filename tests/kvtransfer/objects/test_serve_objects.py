@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster_lab import END_S, START_S, Serve
-from tests.integration.test_serve_tiers import BLOCK, PROMPT, Client, until
+from tests.integration.cluster_lab import END_S, START_S, Serve, until_true
+from tests.integration.test_serve_tiers import BLOCK, PROMPT, Client
 from tests.kvtransfer.objects.seaweed import SeaweedStore
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -73,8 +73,8 @@ def test_a_new_deployment_finds_what_another_has_left(
         first = begun[-1]
         answers = [first.client.answer(prompt) for prompt in prompts]
         assert [cached for _, cached in answers] == [0, 0]
-        until(lambda: first.tier("prefill-0")["stored_bytes"] > 0, "the prompts are in the store")
-        until(lambda: len([n for n in seaweed.names("kvcache") if "/kv/" in n]) >= 2 * PROMPT // 32,
+        until_true(lambda: first.tier("prefill-0")["stored_bytes"] > 0, "the prompts are in the store")
+        until_true(lambda: len([n for n in seaweed.names("kvcache") if "/kv/" in n]) >= 2 * PROMPT // 32,
               "all of them")  # fmt: skip
         first.end()
 
@@ -82,16 +82,16 @@ def test_a_new_deployment_finds_what_another_has_left(
         second = begun[-1]
         found, cached = second.client.answer(prompts[0])
         assert (found, cached) == (answers[0][0], PROMPT - BLOCK), "down to a block that is computed"
-        until(lambda: second.tier("aggregated-0")["loaded_tokens"] == cached, "the node has told of it")
+        until_true(lambda: second.tier("aggregated-0")["loaded_tokens"] == cached, "the node has told of it")
         assert "objects tier of aggregated-0:" in second.tandem("status")
 
         seaweed.hang()
         found, cached = second.client.answer(prompts[1])
         assert (found, cached) == (answers[1][0], 0), "it computes"
-        until(lambda: "did not answer in time" in second.tier("aggregated-0")["left_out"], "it is left out")
+        until_true(lambda: "did not answer in time" in second.tier("aggregated-0")["left_out"], "it is left out")
         assert seaweed.host in second.tandem("status")
         seaweed.go_on()
-        until(lambda: not second.tier("aggregated-0")["left_out"], "it is used again")
+        until_true(lambda: not second.tier("aggregated-0")["left_out"], "it is used again")
 
         second.tandem("reset-cache")
         second.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -63,13 +62,6 @@ class GatedCopier(Copier):
             raise OSError("the copy failed")
         self.done.append(job.job)
         return True
-
-
-def until(reached: object) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not reached() and time.monotonic() < end:  # type: ignore[operator]
-        time.sleep(0.001)
-    assert reached()  # type: ignore[operator]
 
 
 def test_loads_go_before_stores() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -23,13 +23,13 @@ from tests.kvtransfer.offload.test_tier_prefixes import (
     FULL,
     GROUPS,
     STATES,
+    WHOLE,
     Part,
-    a_request,
     key_of,
     parts_of,
     suffices,
 )
-from tests.kvtransfer.offload.test_tier_sharing import CHUNK_BYTES, Asker, World, keys
+from tests.kvtransfer.offload.test_tier_sharing import CHUNK_BYTES, Asker, World, keys, world_with
 
 
 def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World, Prefixes]:
@@ -42,6 +42,7 @@ def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=range(len(GROUPS)))
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there(
     groups: tuple[KVCacheGroup, ...], data: st.DataObject
@@ -53,7 +54,7 @@ def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there
     last = data.draw(st.integers(first + 1, BLOCKS))
     world, prefixes = with_parts(groups, theirs, mine)
     a, b = world.nodes["a"], world.nodes["b"]
-    request: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    request: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     end = prefixes.end_of_prefix(b.manager, request, first, last)
     before = b.manager.used
     if end < last:
@@ -81,7 +82,7 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
     world, prefixes = with_parts(groups, set(parts_of((groups[0],))), set())
     a, b = world.nodes["a"], world.nodes["b"]
     for end in (2, BLOCKS):
-        a.store(prefixes.state_keys(a_request(), end))
+        a.store(prefixes.state_keys(WHOLE, end))
     for _ in range(20):
         b.sharing.peers.planned(1000)
         world.now += 1.0
@@ -89,12 +90,12 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
         peer = b.sharing.peers.of(PeerKey("a", a.epoch))
         peer.bytes_per_s.observe(600 * CHUNK_BYTES, 1.0)
         peer.answers_per_s.observe(1, 1e-4)
-    short: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    short: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(short, 0, 0, 2)
     world.settle()
     assert (b.manager.used, b.sharing.fetched_bytes) == (0, 0), "42 chunks for 32 tokens"
     assert not b.sharing.is_fetching("r")
-    whole: Any = Asker("s", CachePeers(source=a.address), a_request().block_hashes)
+    whole: Any = Asker("s", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(whole, 0, 0, BLOCKS)
     world.settle()
     assert b.manager.used == BLOCKS + 40, "46 chunks for 96 tokens do"
@@ -104,7 +105,7 @@ def test_two_requests_that_share_a_beginning_wait_for_what_either_copies() -> No
     groups = (FULL, STATES)
     world, prefixes = with_parts(groups, set(parts_of(groups)), set())
     a, b = world.nodes["a"], world.nodes["b"]
-    hashes = a_request().block_hashes
+    hashes = WHOLE.block_hashes
     peers = CachePeers(source=a.address)
     one: Any = Asker("one", peers, hashes)
     same: Any = Asker("same", peers, hashes)
@@ -128,7 +129,7 @@ def test_two_requests_that_share_a_beginning_wait_for_what_either_copies() -> No
 def test_an_answer_that_is_not_of_the_question_copies_nothing(has: list[bytes]) -> None:
     world, _ = with_parts((FULL, STATES), set(), set())
     a, b = world.nodes["a"], world.nodes["b"]
-    request: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    request: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(request, 0, 0, BLOCKS)
     number = next(iter(b.sharing.fetches))
     world.mail = [("b", PrefixFound(a.exchange.envelope(b.epoch), number, has))] * 2
@@ -149,9 +150,7 @@ def tell(world: World, stored: list[bytes], gone: list[bytes] | None = None) -> 
 
 def test_what_was_not_answered_or_not_read_is_asked_for_again() -> None:
     """However often: without it all that comes after it is worth nothing."""
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, _, b = world_with(keys(3))
     tell(world, keys(1))
     for _ in range(2 * MAX_ASKED):
         world.deliver()  # what is stored; the question is lost
@@ -189,9 +188,7 @@ def test_a_mirror_passes_over_what_its_neighbour_has_given_up_and_asks_for_it_a_
 
 
 def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(6))
+    world, _, b = world_with(keys(6))
     tell(world, keys(3))
     world.settle()
     tell(world, keys(6)[3:5], gone=keys(6)[1:2])
@@ -208,9 +205,7 @@ def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:
 
 
 def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_it_waits_for() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(10))
+    world, _, b = world_with(keys(10))
     for key in keys(10):
         tell(world, [key])
         world.deliver()
@@ -227,9 +222,7 @@ def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_
 )
 def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(which: list[int] | None, there: int) -> None:
     """None is said by a node of the version before, which answers up to the first that it lacks."""
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(5))
+    world, _, b = world_with(keys(5))
     tell(world, keys(5))
     world.deliver()
     world.deliver()

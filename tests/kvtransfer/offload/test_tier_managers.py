@@ -134,7 +134,7 @@ class ArcMachine(Machine):
     policy = EvictionPolicy.ARC
 
 
-SHORT = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SHORT = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestLru = Machine.TestCase
 TestLru.settings = SHORT
 TestArc = ArcMachine.TestCase

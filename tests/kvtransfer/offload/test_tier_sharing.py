@@ -31,7 +31,16 @@ from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import LEASE_S, AskChunks, SharingMessage
-from tests.kvtransfer.offload.test_tier_prefixes import BLOCK, BLOCKS, STATES, a_request, key_of, parts_of, suffices
+from tests.kvtransfer.offload.test_tier_prefixes import (
+    BLOCK,
+    BLOCKS,
+    STATES,
+    WHOLE,
+    a_request,
+    key_of,
+    parts_of,
+    suffices,
+)
 
 SLOTS = 12
 CHUNK_BYTES = 1000
@@ -178,14 +187,20 @@ class World:
                 self.end_read()
 
 
+def world_with(stored: list[bytes], **options: Any) -> tuple[World, FakeNode, FakeNode]:
+    """Nodes a and b; a has stored these."""
+    world = World(**options)
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(stored)
+    return world, a, b
+
+
 def keys(count: int, family: str = "p") -> list[bytes]:
     return [f"{family}{i}".encode() for i in range(count)]
 
 
 def test_what_a_peer_has_without_a_gap_is_copied() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(5))
+    world, a, b = world_with(keys(5))
     request = Asker("r", CachePeers(source=a.address))
     assert b.sharing.begin_fetch(request, keys(8))  # type: ignore[arg-type]
     assert b.sharing.is_fetching("r")
@@ -201,9 +216,7 @@ def test_what_a_peer_has_without_a_gap_is_copied() -> None:
 
 
 def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_left_out() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(4))
+    world, a, b = world_with(keys(4))
     every = []
     for number in range(3):
         assert b.sharing.begin_fetch(Asker(f"r{number}", CachePeers(source=a.address)), keys(4))  # type: ignore[arg-type]
@@ -228,9 +241,7 @@ def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_l
 
 def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
     """Both ways, and again when what was seen is old."""
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(10))
+    world, a, b = world_with(keys(10))
 
     def fetches(name: str, family: list[bytes]) -> bool:
         return b.sharing.begin_fetch(Asker(name, CachePeers(source=a.address)), family)  # type: ignore[arg-type]
@@ -309,9 +320,7 @@ def test_a_request_that_ran_while_chunks_came_for_it_may_wait_for_others_once_it
 
 
 def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(5))
+    world, a, b = world_with(keys(5))
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(5))  # type: ignore[arg-type]
     world.now += ANSWER_S
     assert not b.sharing.is_fetching("r")
@@ -325,9 +334,7 @@ def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
 
 @pytest.mark.parametrize("doubled", ["question", "answer"])
 def test_what_comes_twice_ends_no_lease_under_which_is_read(doubled: str) -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, a, b = world_with(keys(3))
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     if doubled == "answer":
         world.deliver()
@@ -342,9 +349,7 @@ def test_what_comes_twice_ends_no_lease_under_which_is_read(doubled: str) -> Non
 
 
 def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, a, b = world_with(keys(3))
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     world.settle()
     a.sharing.forget_all()
@@ -366,9 +371,7 @@ def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     world.settle()
     assert b.manager.used == 0
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, a, b = world_with(keys(3))
     a.exchange.memory = CacheMemory(b"", "DRAM", 0, 0, 1, CHUNK_BYTES)  # it names slots beyond it
     assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     world.settle()
@@ -380,9 +383,7 @@ def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
     "wrong", [{"num_blocks": 1 << 50}, {"base_address": -5}, {"base_address": 1 << 63}, {"device_id": -1}]
 )
 def test_memory_that_cannot_be_is_not_connected_to(wrong: dict[str, int]) -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, a, b = world_with(keys(3))
     a.exchange.memory = msgspec.structs.replace(a.exchange.memory, **wrong)
     assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     while world.mail:
@@ -410,7 +411,7 @@ def run(number: int) -> int:
                 node.store(family)
             case 2 | 3 if not prefixes.needs_every_block:
                 name = f"r{next(requests)}"
-                asks: Any = Asker(name, CachePeers(source=peer.address), a_request().block_hashes)
+                asks: Any = Asker(name, CachePeers(source=peer.address), WHOLE.block_hashes)
                 first = draw.randrange(BLOCKS)
                 end = prefixes.end_of_prefix(node.manager, asks, first, BLOCKS)
                 if end < BLOCKS and node.sharing.ask_for_prefix(asks, first, end, BLOCKS):
@@ -451,9 +452,8 @@ def run(number: int) -> int:
         for each in world.nodes.values():
             each.check()
             if not prefixes.needs_every_block:
-                whole: Any = a_request()
                 first = draw.randrange(BLOCKS)
-                end = prefixes.end_of_prefix(each.manager, whole, first, BLOCKS)
+                end = prefixes.end_of_prefix(each.manager, WHOLE, first, BLOCKS)
                 there = {part for part in every if each.manager.lookup([key_of(prefixes, groups, part)])}
                 assert end == first or suffices(groups, there, first, end), "a group lacks its part"
     world.settle()

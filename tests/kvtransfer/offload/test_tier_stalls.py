@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tandem.kvtransfer.offload.patience import (
 )
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
+from tests.waiting import until
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -80,13 +80,6 @@ def open_tier(folder: Path, cache: KVCacheMemory, clock: Clock) -> Tier:
     tier = Tier(DiskTier(config, TierSurroundings(with_clock)), config.block_factor)
     tier.open(cache, lambda: None)
     return tier
-
-
-def until(reached: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def thread_of(tier: Tier) -> CopyThread:

@@ -56,13 +56,22 @@ class Node:
         return [block for table in tables for block in table if block != NULL_BLOCK_ID]
 
 
-@pytest.fixture(params=[("llama", True), ("llama", False), ("gemma3", False)], ids=lambda p: f"{p[0]}-{p[1]}")
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
-    architecture, native = request.param
-    return Node(tiny.save(architecture, tmp_path), native)
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("models"))
 
 
-def test_right_kv_passes_and_every_block_comes_back(node: Node) -> None:
+@pytest.fixture
+def node(llama: Path) -> Node:
+    return Node(llama, native=True)
+
+
+KINDS = [("llama", True), ("llama", False), ("gemma3", False)]
+
+
+@pytest.mark.parametrize(("architecture", "native"), KINDS)
+def test_right_kv_passes_and_every_block_comes_back(architecture: str, native: bool, tmp_path: Path) -> None:
+    node = Node(tiny.save(architecture, tmp_path), native)
     request = node.receive("r", PROMPT)
     node.idle()
     assert (node.findings.checked, node.findings.wrong) == (1, {})
@@ -70,7 +79,11 @@ def test_right_kv_passes_and_every_block_comes_back(node: Node) -> None:
     assert node.cached_blocks(request), "the checked blocks stay cached"
 
 
-def test_wrong_kv_is_counted_named_and_no_longer_cached(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("architecture", "native"), KINDS)
+def test_wrong_kv_is_counted_named_and_no_longer_cached(
+    architecture: str, native: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tiny.save(architecture, tmp_path), native)
     request = node.receive("r", PROMPT)
     node.runner.kv_cache[node.cached_blocks(request)[-1]] *= -1
     node.idle()
@@ -82,9 +95,9 @@ def test_wrong_kv_is_counted_named_and_no_longer_cached(node: Node, caplog: pyte
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_where_the_same_bits_are_required_one_other_bit_is_wrong(
-    exact: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    exact: bool, llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = Node(tiny.save("llama", tmp_path), native=True, exact=exact)
+    node = Node(llama, native=True, exact=exact)
     request = node.receive("r", PROMPT)
     block, size = node.cached_blocks(request)[5], node.runner.info.groups[0].block_size
     number = node.runner.kv_cache[block, 1, 0, 1, 3].view(torch.int32)
@@ -137,10 +150,8 @@ def test_blocks_that_were_evicted_meanwhile_are_not_judged(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("drawn", "is_checked"), [(0.49, True), (0.7, False)])
-def test_only_a_share_is_checked(
-    drawn: float, is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = Node(tiny.save("llama", tmp_path), native=False, share=0.5)
+def test_only_a_share_is_checked(drawn: float, is_checked: bool, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(llama, native=False, share=0.5)
     monkeypatch.setattr(random, "random", lambda: drawn)
     node.receive("r", PROMPT)
     assert (node.checks.current is not None) == is_checked
