@@ -207,7 +207,7 @@ def test_a_cancelled_batch_keeps_what_it_has(router: RunningRouter) -> None:
 
 def test_lines_that_are_not_answered_in_time_are_named(router: RunningRouter) -> None:
     router.set(pause_at=0)
-    batch = ended(router, begin(router, jsonl([line("a"), line("b")]), completion_window="1s"))
+    batch = ended(router, begin(router, jsonl([line("a"), line("b")]), completion_window="2s"))
     assert (batch["status"], batch["output_file_id"]) == ("expired", None)
     errors = [(each["custom_id"], each["error"]["code"]) for each in lines_of(router, batch["error_file_id"])]
     assert errors == [("a", "batch_expired"), ("b", "batch_expired")]
