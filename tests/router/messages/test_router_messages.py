@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.router.config import ApiKey
+from tandem.router.config import ApiKey, Heartbeat
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.small_model import HERMES, PARIS, THOUGHT
@@ -33,7 +33,8 @@ def client_of(router: RunningRouter, key: str = "unused") -> anthropic.Anthropic
 @pytest.fixture(scope="module")
 def kept_router(keep_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
-    return keep_router(rule=scripted(script), tokenizer_path=thinking_folder)
+    patient = Heartbeat(ping_interval=0.1, silence=5)  # the client's import holds everything up
+    return keep_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
 
 
 def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> None:
