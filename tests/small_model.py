@@ -88,17 +88,19 @@ THOUGHT, SAID = "Is it Paris?\n\nIt is.", "It will rain."
 # --- through the router ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def thinking_folder(model_folder: str, tmp_path: Path) -> str:
-    (tmp_path / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text())
+@pytest.fixture(scope="session")
+def thinking_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("thinking")
+    (folder / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
+    (folder / "chat_template.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text())
     settings = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
 
 
-@pytest.fixture
-def folder_with_tools(model_folder: str, tmp_path: Path) -> str:
-    (tmp_path / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
-    return str(tmp_path)
+@pytest.fixture(scope="session")
+def folder_with_tools(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
+    (folder / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
+    return str(folder)

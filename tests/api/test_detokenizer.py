@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -99,9 +101,13 @@ def test_another_kind_of_tokenizer_holds_bytes_until_they_are_a_character(metasp
     assert cut[-1] == REPLACEMENT
 
 
+@cache
+def bytes_of(metaspace: Tokenizer) -> dict[bytes, int]:
+    return {metaspace.token_bytes(token): token for token in range(metaspace.vocab_size)}
+
+
 def byte_tokens(metaspace: Tokenizer, data: bytes) -> list[int]:
-    single = {metaspace.token_bytes(token): token for token in range(metaspace.vocab_size)}
-    return [single[bytes([byte])] for byte in data]
+    return [bytes_of(metaspace)[bytes([byte])] for byte in data]
 
 
 @pytest.mark.parametrize(

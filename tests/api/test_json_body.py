@@ -168,7 +168,7 @@ PIECES = ["{", "}", "[", "]", ",", ":", '"a"', '"b"', '"a":', '"a":1', '"a":":"'
     st.lists(st.sampled_from(PIECES), max_size=9).map(lambda parts: "{" + "".join(parts) + "}")
     | st.dictionaries(st.text(max_size=3), JSON, max_size=4).map(lambda value: json.dumps(value, ensure_ascii=False))
 )
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_a_short_body_is_read_as_the_strict_decoder_reads_it(text: str) -> None:
     body = text.encode("utf-8", "surrogatepass")
     found = outcome(body)

@@ -74,7 +74,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     normalizer=st.sampled_from(sorted(NORMALIZERS)), strips=st.booleans(), texts=st.lists(TEXTS, min_size=1, max_size=4)
 )
@@ -238,7 +238,7 @@ WORDY = st.lists(
 
 
 @pytest.mark.parametrize("kind", range(9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(texts=st.lists(WORDY, min_size=1, max_size=3))
 def test_the_ids_of_words_are_those_of_the_whole_text(kind: int, texts: list[str]) -> None:
     made = kept_by_words()[kind]

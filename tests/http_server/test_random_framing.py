@@ -117,7 +117,7 @@ def runner() -> Iterator[asyncio.Runner]:
         yield made
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=REQUESTS, cuts=CUTS)
 def test_requests_arrive_as_they_were_sent(runner: asyncio.Runner, requests: list[Sent], cuts: list[int]) -> None:
     data = b"".join(one.data(last=one is requests[-1]) for one in requests)
@@ -126,7 +126,7 @@ def test_requests_arrive_as_they_were_sent(runner: asyncio.Runner, requests: lis
     assert conversation.arrived == [(one.path.partition("?")[0], one.body) for one in requests]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(requests=REQUESTS, cuts=CUTS, draw=st.data())
 def test_a_damaged_request_changes_none_before_it(
     runner: asyncio.Runner, requests: list[Sent], cuts: list[int], draw: st.DataObject

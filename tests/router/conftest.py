@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -152,6 +154,38 @@ class RunningRouter:
         body = {"model": self.config.model_name, "prompt": "the fox", "stream": True, **fields}
         return EventReader(self.url, "/v1/completions", body)
 
+    def ask(self, path: str, key: str | None = None, **fields: Any) -> httpx.Response:
+        """Posts these fields, with this key."""
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return self.client.post(path, json=fields, headers=headers)
+
+    @property
+    def prompt(self) -> str:
+        """What the prefill node was last asked to read, without special tokens."""
+        tokenizer = self.server.services.model.tokenizer
+        return tokenizer.decode(self.nodes["p0"].submits[-1].prompt_token_ids)
+
+    def set(self, **behaviour: object) -> None:
+        """Of all nodes."""
+        for node in self.nodes.values():
+            node.set(**behaviour)
+
+    def with_small_buffers(self) -> RunningRouter:
+        """The kernel holds little for clients that do not read. Otherwise it would take megabytes."""
+        assert self.server._listener is not None
+        self.server._listener[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return self
+
+    def anew(self) -> RunningRouter:
+        """This router for one more test: its nodes have no fault and have heard nothing. Its metrics go on."""
+        self.wait_for(self.idle, "the last test's requests have ended")
+        began, links = time.monotonic(), self.server.services.links
+        self.look(lambda: [links.ping(node.info) for node in self.nodes.values()])
+        for node in self.nodes.values():
+            node.wait_until(lambda node=node: node.pinged_at >= began, "all that was sent before")  # type: ignore[misc]
+            node.begin_anew()
+        return self
+
     def connections(self) -> int:
         assert self.server.http is not None
         return len(self.server.http.connections)
@@ -216,8 +250,8 @@ def end_token(tokenizer: Tokenizer) -> int:
     return token
 
 
-@pytest.fixture
-def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
+@contextmanager
+def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartRouter]:
     """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes and waits until they are ready; stops them at the end."""
     started: list[RunningRouter] = []
 
@@ -235,7 +269,7 @@ def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.Tem
         defaults = {
             "heartbeat": Heartbeat(ping_interval=0.1, silence=1.5),
             "local_prefill": LocalPrefill.NEVER,
-            "batches_folder": str(tmp_path_factory.getbasetemp() / f"batches-{new_id()}"),
+            "batches_folder": str(folder / f"batches-{new_id()}"),
         }
         running = RunningRouter(
             msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token, door
@@ -254,3 +288,28 @@ def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.Tem
     yield start
     for running in started:
         running.close()
+
+
+@pytest.fixture
+def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
+    with starting(model_folder, end_token, tmp_path_factory.getbasetemp()) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def keep_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
+    """As start_router. They stop after the file's last test; each test takes them by `anew`."""
+    with starting(model_folder, end_token, tmp_path_factory.getbasetemp()) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    """Of which settings, a file may say by its own."""
+    return keep_router()
+
+
+@pytest.fixture
+def router(kept_router: RunningRouter) -> RunningRouter:
+    """One router for all tests of a file that ask it and look at what its nodes were told."""
+    return kept_router.anew()

@@ -100,30 +100,9 @@ class FakeNode:
     ) -> None:
         self.role = role
         self.board = board
-        self.submits: list[Submit] = []
-        self.cancels: list[str] = []
-        self.ended_turns: list[TurnEnded] = []
-        self.pings = 0
-        self.asks = 0
-        # Faults that tests switch on.
-        self.refuse: WireError | None = None  # the answer to every Submit
-        self.pause_at: int | None = None  # output index before which every request stops
-        self.mute = False  # it answers no ping and sends no token
-        self.wedged = False  # its engine hangs: it sends no token, and does not say what it holds
-        self.hide_first_token = False  # it does not report the first token, as if the report were lost
-        self.report_first_token_as: int | None = None
-        # The output index at which requests fail, and the error
-        self.error_at: tuple[int, WireError] | None = None
-        self.errors_left = 1_000_000
-        self.state = NodeState.READY
-        self.status_fields: dict[str, object] = {}
-        self.counters = NodeCounters()
-        self.queue_s = 0.0  # how long traces say that each request waited here
-        self.preemptions = 0
-        self.clock_ahead = 0.0  # how far its clock is ahead of all others
-        self.hide_traces = False
-        self.forget_vectors = False  # requests for a vector end without one
-        self._lock = self.board.changed
+        self._lock = board.changed
+        self.pinged_at = 0.0  # when the router sent its latest ping
+        self.begin_anew()
         self._running: dict[str, _Running] = {}
         self.answers = KeptAnswers(AnswersConfig(), self._send, time.monotonic)
         self._dead = False
@@ -148,6 +127,32 @@ class FakeNode:
         self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
         self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)
         self._thread.start()
+
+    def begin_anew(self) -> None:
+        """Has no fault and has heard nothing."""
+        self.submits: list[Submit] = []
+        self.cancels: list[str] = []
+        self.ended_turns: list[TurnEnded] = []
+        self.pings = 0
+        self.asks = 0
+        # Faults that tests switch on.
+        self.refuse: WireError | None = None  # the answer to every Submit
+        self.pause_at: int | None = None  # output index before which every request stops
+        self.mute = False  # it answers no ping and sends no token
+        self.wedged = False  # its engine hangs: it sends no token, and does not say what it holds
+        self.hide_first_token = False  # it does not report the first token, as if the report were lost
+        self.report_first_token_as: int | None = None
+        # The output index at which requests fail, and the error
+        self.error_at: tuple[int, WireError] | None = None
+        self.errors_left = 1_000_000
+        self.state = NodeState.READY
+        self.status_fields: dict[str, object] = {}
+        self.counters = NodeCounters()
+        self.queue_s = 0.0  # how long traces say that each request waited here
+        self.preemptions = 0
+        self.clock_ahead = 0.0  # how far its clock is ahead of all others
+        self.hide_traces = False
+        self.forget_vectors = False  # requests for a vector end without one
 
     # --- for tests --------------------------------------------------------------------------------------------
 
@@ -249,6 +254,7 @@ class FakeNode:
                 self.ended_turns.append(message)
             else:
                 self.pings += 1
+                self.pinged_at = message.asked_at or 0.0
                 self._send_status(message.reply_to)
                 if message.asked_at is not None and not self.mute:
                     self._channel.send(

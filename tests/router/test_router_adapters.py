@@ -24,16 +24,12 @@ def router(start_router: StartRouter) -> RunningRouter:
     return running
 
 
-def test_they_are_listed_with_their_base(router: RunningRouter) -> None:
+def test_they_are_listed_and_chosen_by_the_model_field_and_both_nodes_are_told(router: RunningRouter) -> None:
     cards = {card["id"]: card for card in router.client.get("/v1/models").json()["data"]}
     assert {name: card["parent"] for name, card in cards.items()} == {"fake": None, "sql": "fake", "law": "fake"}
     assert router.client.get("/v1/models/sql").json()["parent"] == "fake"
-
-
-def test_the_model_field_chooses_and_both_nodes_are_told(router: RunningRouter) -> None:
     answer = router.complete(model="sql", max_tokens=3)
-    assert answer.status_code == 200
-    assert answer.json()["model"] == "sql"
+    assert (answer.status_code, answer.json()["model"]) == (200, "sql")
     router.complete(model="fake", max_tokens=3)
     told = [submit.lora for node in router.nodes.values() for submit in node.submits]
     assert sorted(told, key=str) == sorted([identity_of("sql", SQL)] * 2 + [None] * 2, key=str)
@@ -47,16 +43,12 @@ def test_a_name_that_no_node_has_is_404(router: RunningRouter) -> None:
     assert router.complete(model="sql", max_tokens=3).status_code == 404
 
 
-@pytest.mark.parametrize("role", ["p0", "d0"])
-def test_a_node_that_lacks_it_refuses_and_another_one_answers(router: RunningRouter, role: str) -> None:
-    router.nodes[role].set(refuse=AdapterMissing("not here").to_wire())
-    for _ in range(3):
-        assert router.complete(model="sql", max_tokens=3).status_code == 200
-
-
-def test_where_every_node_lacks_it_the_request_fails_with_the_reason(router: RunningRouter) -> None:
-    for node in router.nodes.values():
-        node.set(refuse=AdapterMissing("not here").to_wire())
+def test_a_node_that_lacks_it_refuses_and_another_one_answers_while_there_is_one(router: RunningRouter) -> None:
+    lacks = AdapterMissing("not here").to_wire()
+    for role in ("p0", "d0"):
+        router.nodes[role].set(refuse=lacks)
+        for _ in range(3):
+            assert router.complete(model="sql", max_tokens=3).status_code == 200
+    router.set(refuse=lacks)
     answer = router.complete(model="sql", max_tokens=3)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "adapter_missing"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_missing")

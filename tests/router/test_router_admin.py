@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import msgspec
 import pytest
@@ -31,11 +33,15 @@ def control() -> FakeControl:
     return FakeControl()
 
 
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    return keep_router(prefill=0, api_keys=KEYS)
+
+
 @pytest.fixture
-def router(start_router: StartRouter, control: FakeControl) -> RunningRouter:
-    running = start_router(prefill=0, api_keys=KEYS)
-    running.server.services.control = control
-    return running
+def router(kept_router: RunningRouter, control: FakeControl) -> RunningRouter:
+    kept_router.server.services.control = control
+    return kept_router
 
 
 def ask(router: RunningRouter, key: str | None, action: str = "scale", body: bytes = b'{"x": 1}') -> httpx.Response:
@@ -49,29 +55,23 @@ def test_an_operator_is_let_through_with_what_it_sent(router: RunningRouter, con
     assert control.asked == [("scale", b'{"x": 1}')]
 
 
-@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("tenant-key", 403)])
-def test_no_one_else_is(router: RunningRouter, control: FakeControl, key: str | None, status: int) -> None:
-    assert ask(router, key).status_code == status
-    assert control.asked == []
-
-
-def test_without_keys_no_one_is(start_router: StartRouter, control: FakeControl) -> None:
-    router = start_router(prefill=0)
-    router.server.services.control = control
-    answer = ask(router, None)
+def test_no_one_else_is(router: RunningRouter, control: FakeControl, start_router: StartRouter) -> None:
+    for key, status in ((None, 401), ("wrong", 401), ("tenant-key", 403)):
+        assert ask(router, key).status_code == status
+    keyless = start_router(prefill=0)
+    keyless.server.services.control = control
+    answer = ask(keyless, None)
     assert answer.status_code == 403
     assert "set one in router.api_keys" in answer.json()["error"]["message"]
     assert control.asked == []
 
 
-@pytest.mark.parametrize(("action", "status"), [("refused", 400), ("away", 503)])
-def test_what_the_cluster_says_is_the_answer(router: RunningRouter, action: str, status: int) -> None:
-    answer = ask(router, "ops-key", action)
-    assert answer.status_code == status
-    assert answer.json()["error"]["message"]
-
-
-def test_a_router_without_a_cluster_says_so(router: RunningRouter) -> None:
+def test_what_the_cluster_says_is_the_answer(router: RunningRouter) -> None:
+    for action, status in (("refused", 400), ("away", 503)):
+        answer = ask(router, "ops-key", action)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+    assert router.client.get("/admin/view", headers={"authorization": "Bearer ops-key"}).status_code == 405
     router.server.services.control = None
     assert ask(router, "ops-key").status_code == 503
 
@@ -104,12 +104,14 @@ class AdapterControl(FakeControl):
         return msgspec.json.encode({"adapters": self.adapters})
 
 
-@pytest.mark.parametrize(
-    ("door", "body", "status", "says"),
-    [
-        ("load", {"lora_name": "sql", "lora_path": "/sql"}, 200, "'sql' added successfully"),
-        ("load", {"lora_name": "law", "lora_path": "/new", "load_inplace": True}, 200, "'law' added"),
-        ("load", {"lora_name": "law", "lora_path": "/new"}, 400, "is loaded already: set load_inplace"),
+SQL, LAW = {"lora_name": "sql", "lora_path": "/sql"}, {"lora_name": "law", "lora_path": "/new"}
+
+
+def test_adapters_come_and_go_as_vllms_clients_ask(router: RunningRouter) -> None:
+    cases: list[tuple[str, Any, int, str]] = [
+        ("load", SQL, 200, "'sql' added successfully"),
+        ("load", {**LAW, "load_inplace": True}, 200, "'law' added"),
+        ("load", LAW, 400, "is loaded already: set load_inplace"),
         ("load", {"lora_name": "law", "lora_path": "/law", "load_inplace": True}, 400, "another folder"),
         ("load", {"lora_name": "rank", "lora_path": "/rank"}, 400, "decode-0: it has rank 64"),
         ("load", {"lora_name": "sql"}, 400, "lora_path"),
@@ -117,20 +119,13 @@ class AdapterControl(FakeControl):
         ("unload", {"lora_name": "law"}, 200, "'law' removed successfully"),
         ("unload", {"lora_name": "sql"}, 404, "there is no adapter 'sql'; there are: law"),
         ("unload", {}, 400, "lora_name"),
-    ],
-)
-def test_adapters_come_and_go_as_vllms_clients_ask(
-    router: RunningRouter, door: str, body: object, status: int, says: str
-) -> None:
-    control = router.server.services.control = AdapterControl()
-    asked = f"/v1/{door}_lora_adapter"
-    tenant = router.client.post(asked, json=body, headers={"authorization": "Bearer tenant-key"})
-    assert tenant.status_code == 403
-    answer = router.client.post(asked, json=body, headers={"authorization": "Bearer ops-key"})
-    assert answer.status_code == status
-    assert says in answer.text
-    assert len(control.asked) == (status == 200 or "rank" in says)
-
-
-def test_it_is_asked_by_post_alone(router: RunningRouter) -> None:
-    assert router.client.get("/admin/view", headers={"authorization": "Bearer ops-key"}).status_code == 405
+    ]
+    for door, body, status, says in cases:
+        control = router.server.services.control = AdapterControl()
+        asked = f"/v1/{door}_lora_adapter"
+        tenant = router.client.post(asked, json=body, headers={"authorization": "Bearer tenant-key"})
+        assert tenant.status_code == 403
+        answer = router.client.post(asked, json=body, headers={"authorization": "Bearer ops-key"})
+        assert answer.status_code == status
+        assert says in answer.text
+        assert len(control.asked) == (status == 200 or "rank" in says)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,20 +18,14 @@ SOON = 5.0
 
 
 class Place:
-    """An admission with `capacity` places, on its own event loop."""
+    """An admission with `capacity` places, on its own event loop. `tokens`: it also counts KV tokens."""
 
     def __init__(
-        self,
-        capacity: int,
-        queued: int = 10,
-        timeout_s: float = SOON,
-        *,
-        by_priority: bool = False,
-        admit_within_s: float | None = None,
+        self, capacity: int, queued: int = 10, timeout_s: float = SOON, *, tokens: int | None = None, **options: Any
     ) -> None:
         self.capacity = capacity
+        self.free = tokens
         self.wait_at_nodes = 0.0
-        self.reads_per_s = 0.0
         self.clock = asyncio.get_running_loop().time
         self.released = 0
         self.metrics = RouterMetrics()
@@ -41,9 +36,9 @@ class Place:
             self.clock,
             self.metrics,
             self._on_release,
-            by_priority=by_priority,
-            admit_within_s=admit_within_s,
+            lambda asked, promised: self.free is None or promised + asked <= self.free,
             readers=self,
+            **options,
         )
 
     def _on_release(self) -> None:
@@ -53,16 +48,43 @@ class Place:
         return self.wait_at_nodes
 
     def read_tokens_per_s(self) -> float:
-        return self.reads_per_s
+        return 0.0
 
     def reading_s(self, tokens: float) -> float:
-        return tokens / self.reads_per_s if self.reads_per_s else 0.0
+        return 0.0
 
-    def ask(self, tenant: str = "", count: int = 1, priority: int = 0) -> asyncio.Task[Slots]:
-        return self.acquire(tenant, AskedPlaces(count, priority=priority))
+    def ask(self, tenant: str = "", count: int = 1, **asked: Any) -> asyncio.Task[Slots]:
+        return asyncio.create_task(self.admission.acquire(tenant, AskedPlaces(count, **asked), self.clock() + SOON))
 
-    def acquire(self, tenant: str, asked: AskedPlaces) -> asyncio.Task[Slots]:
-        return asyncio.create_task(self.admission.acquire(tenant, asked, self.clock() + SOON))
+    def want(self, tokens: int, tenant: str = "", count: int = 1) -> asyncio.Task[Slots]:
+        return self.ask(tenant, count, kv_tokens=tokens)
+
+    def begin(self, slots: Slots) -> None:
+        """The request's node reports its blocks as taken."""
+        slots.begin_one()
+        assert self.free is not None
+        self.free -= slots.kv_tokens
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.admission.held, self.admission.queued
+
+    async def order(self, *asked: tuple[str, int]) -> list[str]:
+        """In which order these tenants, each with a priority, get the one place that another gives back."""
+        slots, order = await self.ask("z"), list[str]()
+
+        async def take(tenant: str, priority: int) -> None:
+            mine = await self.ask(tenant, priority=priority)
+            order.append(f"{tenant}{priority}")
+            mine.release_all()
+
+        tasks = []
+        for tenant, priority in asked:
+            tasks.append(asyncio.create_task(take(tenant, priority)))
+            await settle()
+        slots.release_all()
+        await asyncio.gather(*tasks)
+        return order
 
 
 async def settle() -> None:
@@ -83,8 +105,15 @@ async def test_places_are_given_back_and_passed_on_in_order() -> None:
     assert not third.done()
     slots.release_all()
     (await third).release_all()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
-    assert place.released == 3
+    assert (place.counts, place.released) == ((0, 0), 3)
+    slots, waiting = await place.ask(), place.ask()
+    await settle()
+    place.capacity = 2  # a new node
+    place.admission.pump()
+    await settle()
+    assert waiting.done(), "let in by the new place alone: no other was given back"
+    (await waiting).release_all()
+    slots.release_all()
 
 
 @pytest.mark.parametrize(
@@ -93,21 +122,9 @@ async def test_places_are_given_back_and_passed_on_in_order() -> None:
 )
 async def test_the_line_goes_by_priority_where_the_nodes_do(by_priority: bool, expected: list[str]) -> None:
     place = Place(1, by_priority=by_priority)
-    slots = await place.ask("z")
-    order: list[str] = []
-
-    async def take(tenant: str, priority: int) -> None:
-        mine = await place.ask(tenant, priority=priority)
-        order.append(f"{tenant}{priority}")
-        mine.release_all()
-
-    tasks = []
-    for tenant, priority in (("a", 1), ("b", 1), ("a", 1), ("c", 0), ("b", -2), ("a", 0)):
-        tasks.append(asyncio.create_task(take(tenant, priority)))
-        await settle()
-    slots.release_all()
-    await asyncio.gather(*tasks)
-    assert order == expected
+    assert await place.order(("a", 1), ("b", 1), ("a", 1), ("c", 0), ("b", -2), ("a", 0)) == expected
+    turns = await place.order(("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 0))
+    assert sorted(turns[:3]) == ["a0", "b0", "c0"], "turns go round between tenants"
 
 
 async def test_a_request_for_many_goes_to_the_end_of_its_priority() -> None:
@@ -122,29 +139,9 @@ async def test_a_request_for_many_goes_to_the_end_of_its_priority() -> None:
     first.release_one()
     (await other).release_all()
     await settle()
-    assert first.held == 1
-    assert not late.done()
+    assert (first.held, late.done()) == (1, False)
     first.release_all()
     (await late).release_all()
-
-
-async def test_turns_go_round_between_tenants() -> None:
-    place = Place(1)
-    slots = await place.ask("a")
-    order: list[str] = []
-
-    async def take(tenant: str) -> None:
-        mine = await place.ask(tenant)
-        order.append(tenant)
-        mine.release_all()
-
-    tasks = []
-    for tenant in ("a", "a", "a", "b", "c"):
-        tasks.append(asyncio.create_task(take(tenant)))
-        await settle()
-    slots.release_all()
-    await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c", "a", "a"]
 
 
 async def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -> None:
@@ -156,7 +153,7 @@ async def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -
     with pytest.raises(QueueFull, match=r"about 6\.5 s .* router\.admit_within is 2 s") as refusal:
         await place.ask()
     assert refusal.value.retry_after_s == 5, "by then the line is as short as it must be"
-    assert place.admission.held == place.admission.queued == 0
+    assert place.counts == (0, 0)
     (await patient.ask()).release_all()
 
 
@@ -173,33 +170,8 @@ async def test_waiting_has_an_end() -> None:
     (await place.ask()).release_all()
 
 
-class Blocks(Place):
-    """An admission that counts KV tokens, not places."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(1000)
-        self.free = tokens
-        self.admission = Admission(
-            lambda: self.capacity,
-            1000,
-            20.0,
-            self.clock,
-            self.metrics,
-            self._on_release,
-            lambda tokens, promised: promised + tokens <= self.free,
-        )
-
-    def want(self, tokens: int, tenant: str = "", count: int = 1) -> asyncio.Task[Slots]:
-        return self.acquire(tenant, AskedPlaces(count, tokens))
-
-    def begin(self, slots: Slots) -> None:
-        """The request's node reports its blocks as taken."""
-        slots.begin_one()
-        self.free -= slots.kv_tokens
-
-
 async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
-    place = Blocks(100)
+    place = Place(1000, tokens=100)
     first, second = await place.want(60), place.want(60)
     await settle()
     assert not second.done(), "60 are promised"
@@ -207,19 +179,16 @@ async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
     place.admission.pump()
     await settle()
     assert not second.done(), "and taken"
-    place.free += 60
+    place.free = 100
     first.release_one()
     place.begin(await second)
     assert place.admission.promised == 0
-
-
-async def test_what_was_promised_to_a_sequence_that_never_begins_is_given_back() -> None:
-    place = Blocks(100)
-    wide = await place.want(30, count=5)
-    assert (wide.held, place.admission.promised) == (3, 90)
-    wide.begin_one()
-    wide.release_all()
-    assert (place.admission.promised, place.admission.held, place.admission.queued) == (0, 0, 0)
+    wide = Place(1000, tokens=100)
+    slots = await wide.want(30, count=5)
+    assert (slots.held, wide.admission.promised) == (3, 90)
+    slots.begin_one()
+    slots.release_all()
+    assert (wide.admission.promised, wide.counts) == (0, (0, 0)), "given back, though four never began"
 
 
 async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up() -> None:
@@ -242,7 +211,7 @@ async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up()
 
 
 async def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
-    place = Blocks(100)
+    place = Place(1000, 1000, tokens=100)
     place.begin(await place.want(50))
     large = place.want(80, "large")
     await settle()
@@ -270,8 +239,8 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_the_door() -> None:
         await place.ask()
     assert refusal.value.retry_after_s == 3
     running.release_all()
-    (await line[0]).release_all()
-    (await line[1]).release_all()
+    for waiting in line:
+        (await waiting).release_all()
 
 
 async def test_whoever_stops_waiting_leaves_nothing_behind() -> None:
@@ -282,18 +251,8 @@ async def test_whoever_stops_waiting_leaves_nothing_behind() -> None:
     gone.cancel()
     await settle()
     assert place.admission.queued == 1
-    slots.release_all()
-    (await last).release_all()
-    assert place.admission.held == 0
-
-
-async def test_whoever_is_cancelled_the_moment_its_place_comes_gives_it_back() -> None:
-    place = Place(1)
-    slots = await place.ask()
-    gone = place.ask()
-    await settle()
     slots.release_all()  # its place is here, it has not run yet
-    gone.cancel()
+    last.cancel()
     await settle()
     assert place.admission.held == 0
     (await place.ask()).release_all()
@@ -311,8 +270,7 @@ async def test_a_wide_request_keeps_no_place_empty_and_nobody_waiting() -> None:
         slots.release_one()
     await settle()
     assert all(task.done() for task in narrow)
-    assert wide.held == 56 + 20
-    assert place.admission.held == 256
+    assert (wide.held, place.admission.held) == (56 + 20, 256)
     for slots in running[40:]:
         slots.release_one()
     assert wide.held == 128
@@ -363,40 +321,22 @@ async def test_places_are_neither_lost_nor_given_twice_nor_left_empty(
         assert place.admission.held == capacity or place.admission.queued == 0
         slots = data.draw(st.sampled_from([slots for slots in alive if slots.held]))
         data.draw(st.sampled_from([slots.release_one, slots.drop_one, slots.release_all]))()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
+    assert place.counts == (0, 0)
 
 
-async def test_a_new_node_lets_in_those_who_wait() -> None:
-    place = Place(1)
-    slots = await place.ask()
-    waiting = place.ask()
-    await settle()
-    assert not waiting.done()
-    place.capacity = 2
-    place.admission.pump()
-    await settle()
-    assert waiting.done(), "let in by the new place alone: no other was given back"
-    (await waiting).release_all()
-    slots.release_all()
-
-
-def test_how_long_the_first_in_line_has_waited_is_known() -> None:
-    async def scenario() -> None:
-        clock = [100.0]
-        admission = Admission(lambda: 1, 10, 60.0, lambda: clock[0], RouterMetrics(), lambda: None)
-        assert admission.oldest_wait_s() == 0.0
-        first = await admission.acquire("a", AskedPlaces(), 200.0)
-        waiting = [asyncio.create_task(admission.acquire(name, AskedPlaces(), 200.0)) for name in ("a", "b")]
-        await asyncio.sleep(0)
-        clock[0] += 7.0
-        assert admission.oldest_wait_s() == 7.0
-        first.release_all()
-        second = await waiting[0]
-        second.release_all()
-        (await waiting[1]).release_all()
-        assert admission.oldest_wait_s() == 0.0
-
-    asyncio.run(scenario())
+async def test_how_long_the_first_in_line_has_waited_is_known() -> None:
+    clock = [100.0]
+    admission = Admission(lambda: 1, 10, 60.0, lambda: clock[0], RouterMetrics(), lambda: None)
+    assert admission.oldest_wait_s() == 0.0
+    first = await admission.acquire("a", AskedPlaces(), 200.0)
+    waiting = [asyncio.create_task(admission.acquire(name, AskedPlaces(), 200.0)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    clock[0] += 7.0
+    assert admission.oldest_wait_s() == 7.0
+    first.release_all()
+    for each in waiting:
+        (await each).release_all()
+    assert admission.oldest_wait_s() == 0.0
 
 
 class Sequences:
@@ -436,7 +376,7 @@ async def test_a_key_may_have_all_places_and_gives_some_up_to_others() -> None:
     for sequences in (older, newer):
         sequences.slots.release_all()
     (await waiting).release_all()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
+    assert place.counts == (0, 0)
 
 
 async def test_what_is_more_urgent_pauses_for_none() -> None:
@@ -461,16 +401,13 @@ async def test_a_key_has_a_share_of_the_line() -> None:
     running.release_all()
     for done in asyncio.as_completed(waiting):
         (await done).release_all()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
+    assert place.counts == (0, 0)
 
 
 async def test_background_answers_of_one_key_leave_as_many_places_as_they_have() -> None:
     place = Place(4, queued=20)
 
-    def ask_in_background(key: str) -> asyncio.Task[Slots]:
-        return place.acquire(key, AskedPlaces(background=True))
-
-    answers = [ask_in_background("greedy") for _ in range(4)]
+    answers = [place.ask("greedy", background=True) for _ in range(4)]
     await settle()
     assert [task.done() for task in answers] == [True, True, False, False]
     own = await place.ask("greedy")
@@ -481,4 +418,4 @@ async def test_background_answers_of_one_key_leave_as_many_places_as_they_have()
     assert [task.done() for task in answers] == [True, True, True, False]
     for task in answers[1:]:
         (await task).release_all()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
+    assert place.counts == (0, 0)

@@ -23,17 +23,13 @@ from tandem.api.openai.answer_types import (
 )
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_request import CompletionRequest
+from tandem.router.config import ApiKey
 from tests.router.conftest import RunningRouter, StartRouter
 
 
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router()
-
-
-@pytest.fixture
-def document(router: RunningRouter) -> dict[str, Any]:
-    answer = router.client.get("/openapi.json")
+@pytest.fixture(scope="module")
+def document(kept_router: RunningRouter) -> dict[str, Any]:
+    answer = kept_router.client.get("/openapi.json")
     assert answer.status_code == 200
     found: dict[str, Any] = answer.json()
     return found
@@ -50,7 +46,8 @@ def references(value: Any) -> Iterator[str]:
             yield from references(inner)
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_leads_somewhere(router: RunningRouter) -> None:
+    document = router.client.get("/openapi.json").json()
     found = set(references(document))
     assert found
     for reference in found:
@@ -75,13 +72,13 @@ def kept_batches(router: RunningRouter) -> dict[str, str]:
     return {"file": file.json().get("id", ""), "batch": batch, "messages": messages_batch}
 
 
-def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, Any]) -> None:
+def test_it_documents_what_there_is(start_router: StartRouter, document: dict[str, Any]) -> None:
+    router = start_router()
     asked = {"x-tandem-trace": "1", "x-request-id": "traced"}
     prompt = {"model": "fake", "prompt": "x", "max_tokens": 1}
     assert router.client.post("/v1/completions", json=prompt, headers=asked).status_code == 200
     kept = router.client.post("/v1/responses", json={"input": "x", "background": True}).json().get("id", "")
-    for node in router.nodes.values():
-        node.set(pause_at=0)  # what is asked for in a batch does not end
+    router.set(pause_at=0)  # what is asked for in a batch does not end
     batch_of = kept_batches(router)
     for path, verbs in document["paths"].items():
         for verb, about in verbs.items():
@@ -93,15 +90,13 @@ def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, A
             assert str(answer.status_code) in about["responses"], (path, answer.status_code)
 
 
-def test_the_document_has_the_version_of_the_server(document: dict[str, Any], router: RunningRouter) -> None:
+def test_pages_and_versions(document: dict[str, Any], router: RunningRouter) -> None:
     assert document["info"]["version"] == router.client.get("/version").json()["version"] == tandem.__version__
-
-
-def test_probes_may_post_and_the_page_is_served(router: RunningRouter) -> None:
-    assert router.client.post("/ping").status_code == 200
-    page = router.client.get("/ui")
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "<html" in page.text
+    pages = {path: router.client.get(path) for path in ("/ui", "/docs")}
+    for page in pages.values():
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "<html" in page.text
+    assert "://" not in pages["/docs"].text, "it needs nothing from elsewhere"
 
 
 def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> None:
@@ -114,47 +109,33 @@ def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> Non
 
 
 def test_real_answers_are_as_documented(router: RunningRouter) -> None:
-    for fields in ({}, {"logprobs": 2, "echo": True}, {"n": 2}):
-        msgspec.convert(router.complete(max_tokens=3, **fields).json(), Completion)
-    for fields in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}):
-        msgspec.convert(router.chat(max_tokens=3, **fields).json(), ChatCompletion)
-    options = {
-        "stream": True,
-        "max_tokens": 3,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    for path, expected, body in (
-        ("/v1/completions", Completion, {"prompt": "x", "logprobs": 1}),
-        (
-            "/v1/chat/completions",
-            ChatCompletionChunk,
-            {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
-        ),
-    ):
-        events = router.client.post(path, json={"model": "fake", **options, **body}).text.split("\n\n")
+    chat, completion = ChatCompletion, Completion
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        *((router.complete, completion, fields) for fields in ({}, {"logprobs": 2, "echo": True}, {"n": 2})),
+        *((router.chat, chat, fields) for fields in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2})),
+    ]
+    for ask, kind, fields in cases:
+        msgspec.convert(ask(max_tokens=3, **fields).json(), kind)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for ask, kind, logprobs in ((router.complete, completion, 1), (router.chat, ChatCompletionChunk, True)):
+        events = ask(stream=True, max_tokens=3, stream_options=usage, logprobs=logprobs).text.split("\n\n")
         bodies = [json.loads(event[6:]) for event in events if event and event != "data: [DONE]"]
         assert len(bodies) >= 2
         for one in bodies:
-            msgspec.convert(one, expected)
+            msgspec.convert(one, kind)
             assert one["usage"]
-    msgspec.convert(router.client.get("/v1/models").json(), ModelList)
-    msgspec.convert(router.client.get("/health").json(), Health)
-    msgspec.convert(router.client.get("/cluster").json(), ClusterDescription)
-    msgspec.convert(router.client.post("/tokenize", json={"prompt": "x"}).json(), TokenizeResponse)
-    msgspec.convert(router.client.post("/detokenize", json={"tokens": [5]}).json(), DetokenizeResponse)
-    msgspec.convert(router.client.get("/nothing").json(), ErrorBody)
-
-
-def test_the_page_to_try_it_needs_nothing_from_elsewhere(router: RunningRouter) -> None:
-    page = router.client.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "https://" not in page.text
-    assert "http://" not in page.text
+    for path, kind in (
+        ("/v1/models", ModelList),
+        ("/health", Health),
+        ("/cluster", ClusterDescription),
+        ("/nothing", ErrorBody),
+    ):
+        msgspec.convert(router.client.get(path).json(), kind)
+    msgspec.convert(router.ask("/tokenize", prompt="x").json(), TokenizeResponse)
+    msgspec.convert(router.ask("/detokenize", tokens=[5]).json(), DetokenizeResponse)
 
 
 def test_keys_are_documented_where_they_are_needed(start_router: StartRouter) -> None:
-    from tandem.router.config import ApiKey
-
     document = start_router(api_keys=(ApiKey("a", "k"),)).client.get("/openapi.json").json()
     assert document["security"] == [{"key": []}]
 

@@ -82,9 +82,8 @@ def test_every_choice_of_a_request(start_router: StartRouter) -> None:
 
 def test_a_storm_of_clients_that_hang_up(start_router: StartRouter) -> None:
     router = start_router(prefill=2, decode=2)
-    for node in router.nodes.values():
-        node.set(pause_at=3)
-    storm = [router.stream(max_tokens=50, stream=index % 2 == 0) for index in range(30)]
+    router.set(pause_at=3)
+    storm = [router.stream(max_tokens=50, stream=index % 2 == 0) for index in range(100)]
     for index, events in enumerate(storm):
         if index % 4 == 0:
             events.text(count=1)

@@ -18,7 +18,7 @@ from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
-CROWD = 100
+CROWD = 50
 # The bytes that a connection may hold for a client that does not read: asyncio's high-water mark, and the events of one turn.
 MOST_BUFFERED = 256 << 10
 
@@ -48,14 +48,12 @@ def answers_are_right(router: RunningRouter) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
-    """A hundred answers of 200 tokens with 20 alternatives each are a second's work. They ask for far more than their connections hold, and the nodes have said all of it."""
-    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
+def test_a_crowd_of_readers_that_stop_reading(router: RunningRouter) -> None:
+    """They ask for far more than their connections hold, and the nodes have said all of it."""
+    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 120, "logprobs": 20}
     http = router.server.http
     assert http is not None
-    # Or the kernel would take all of it.
-    assert router.server._listener is not None
-    router.server._listener[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    router.with_small_buffers()
 
     def buffered() -> list[int]:
         return [connection.transport.get_write_buffer_size() for connection in http.connections]
@@ -70,23 +68,6 @@ def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
         assert sum(size > 0 for size in held) >= CROWD, "they are behind"
         assert max(held) < MOST_BUFFERED
         answers_are_right(router)
-
-
-@pytest.mark.slow
-def test_a_storm_of_clients_that_hang_up(router: RunningRouter) -> None:
-    """Three hundred connections take half a second."""
-    router.nodes["d0"].set(pause_at=2)
-    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 50}
-    for _ in range(3):
-        readers = [EventReader(router.url, "/v1/completions", body) for _ in range(CROWD)]
-        for index, reader in enumerate(readers):
-            if index % 2:
-                reader.text(count=1)
-            reader.close()
-    router.wait_for(router.idle, "all of them are cancelled")
-    router.nodes["d0"].resume()
-    router.nodes["d0"].wait_until(lambda: not router.nodes["d0"].running, "on the node, too")
-    answers_are_right(router)
 
 
 def test_a_crowd_that_sends_its_headers_slowly(router: RunningRouter) -> None:

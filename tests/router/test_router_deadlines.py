@@ -63,54 +63,56 @@ def test_no_place_in_time(start_router: StartRouter) -> None:
         assert router.metric("tandem_deadlines_exceeded_total", phase="queue") == 1
 
 
-def test_an_alarm_rings_when_its_time_has_come_whatever_others_do() -> None:
-    async def scenario() -> None:
-        loop, alarms, rung = asyncio.get_running_loop(), Alarms(time.monotonic), asyncio.Event()
-        loop.set_exception_handler(lambda loop, context: None)
-        when, stopped = time.monotonic() + 0.05, list[float]()
+async def test_an_alarm_rings_when_its_time_has_come_whatever_others_do() -> None:
+    alarms, rung = Alarms(time.monotonic), asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    when, stopped = time.monotonic() + 0.05, list[float]()
 
-        def fails() -> None:
-            raise RuntimeError("of another request")
+    def fails() -> None:
+        raise RuntimeError("of another request")
 
-        def ring() -> None:
-            assert time.monotonic() >= when
-            rung.set()
+    def ring() -> None:
+        assert time.monotonic() >= when
+        rung.set()
 
-        alarms.set(when, fails)
-        alarms.set(when, lambda: stopped.append(when)).clear()
-        alarms.set(when, fails)
-        alarms.set(when, ring)
-        async with asyncio.timeout(10):
-            await rung.wait()
-        assert not stopped
-
-    asyncio.run(scenario())
+    alarms.set(when, fails)
+    alarms.set(when, lambda: stopped.append(when)).clear()
+    alarms.set(when, fails)
+    alarms.set(when, ring)
+    async with asyncio.timeout(10):
+        await rung.wait()
+    assert not stopped
 
 
-def test_an_alarm_of_a_slow_clock_is_set_again_a_few_times_only() -> None:
+async def test_an_alarm_of_a_slow_clock_is_set_again_a_few_times_only() -> None:
     """A loop's clock and a router's may drift apart."""
 
-    async def scenario() -> None:
-        alarms, rung, began = Alarms(lambda: 0.9 * time.monotonic()), list[float](), 0.9 * time.monotonic()
-        done = asyncio.Event()
+    def clock() -> float:
+        return 0.9 * time.monotonic()
 
-        def ring() -> None:
-            rung.append(0.9 * time.monotonic())
-            if rung[-1] < began + 0.1:
-                alarms.set(began + 0.1, ring)
-            else:
-                done.set()
+    alarms, rung, due, done = Alarms(clock), list[float](), clock() + 0.1, asyncio.Event()
 
-        alarms.set(began + 0.1, ring)
-        async with asyncio.timeout(10):
-            await done.wait()
-        assert len(rung) < 20
+    def ring() -> None:
+        rung.append(clock())
+        if rung[-1] < due:
+            alarms.set(due, ring)
+        else:
+            done.set()
 
-    asyncio.run(scenario())
+    alarms.set(due, ring)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert len(rung) < 20
 
 
 @pytest.mark.parametrize("ahead_s", [1000.0, -1000.0])
-def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ahead_s: float) -> None:
+async def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ahead_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[TandemError] = loop.create_future()
+
+    def clock() -> float:
+        return time.monotonic() + ahead_s
+
     class Life:
         def __init__(self, deadline: float, on_end: Any) -> None:
             self.spec, self._on_end, self.ended = SimpleNamespace(deadline=deadline), on_end, False
@@ -123,26 +125,14 @@ def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ah
             self._on_end(self)
             failed.set_result(error)
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        admission = Admission(lambda: 1, 10, 60.0, clock, RouterMetrics(), lambda: None)
-        deadline = clock() + 0.05
-        slots = await admission.acquire("", AskedPlaces(2), deadline)
-        specs = cast("Any", [deadline, deadline])
-        make = cast("Any", lambda deadline, on_news, on_end: Life(deadline, on_end))
-        Generation(make, specs, slots, eager=False, clock=clock).start()
-        assert not failed.done()
-        async with asyncio.timeout(5):
-            assert isinstance(await failed, DeadlineExceeded)
-        assert clock() >= deadline
-        assert loop.time() + ahead_s < deadline + 4
-
-    def clock() -> float:
-        return time.monotonic() + ahead_s
-
-    loop = asyncio.new_event_loop()
-    failed: asyncio.Future[TandemError] = loop.create_future()
-    try:
-        loop.run_until_complete(scenario())
-    finally:
-        loop.close()
+    admission = Admission(lambda: 1, 10, 60.0, clock, RouterMetrics(), lambda: None)
+    deadline = clock() + 0.05
+    slots = await admission.acquire("", AskedPlaces(2), deadline)
+    specs = cast("Any", [deadline, deadline])
+    make = cast("Any", lambda deadline, on_news, on_end: Life(deadline, on_end))
+    Generation(make, specs, slots, eager=False, clock=clock).start()
+    assert not failed.done()
+    async with asyncio.timeout(5):
+        assert isinstance(await failed, DeadlineExceeded)
+    assert clock() >= deadline
+    assert loop.time() + ahead_s < deadline + 4

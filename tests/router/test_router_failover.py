@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,13 @@ from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import KVLoadFailed, WireError
 from tandem.router.config import Heartbeat, Timeouts
 from tandem.wire.nodes import Role
-from tandem.wire.requests import TransferRole
+from tandem.wire.requests import Submit, TransferRole
 from tandem.wire.sampling import FinishReason
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import FakeNode
 
 COUNT = 12
+BLOCKED = {"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60}
 
 
 def submitted(node: FakeNode, count: int = 1) -> None:
@@ -36,41 +38,48 @@ def other(router: RunningRouter, node: FakeNode) -> FakeNode:
 
 
 @contextmanager
-def undisturbed(router: RunningRouter, after: int = 0) -> Iterator[None]:
-    """A stream whose text is right, whatever the block does when so many of its tokens have come."""
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+def undisturbed(router: RunningRouter, after: int = 0, **fields: Any) -> Iterator[None]:
+    """A stream whose text is right, whatever the block does when so many of its tokens have come. Until then decode nodes pause there."""
+    if after:
+        pause(router, after)
+    with router.stream(max_tokens=COUNT, seed=9, **fields) as events:
         text = events.text(count=after) if after else ""
         yield
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
-
-
-@pytest.mark.parametrize("how", ["leaves", "silent"])
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 9}])
-def test_a_decode_node_lost_mid_stream_is_replaced_and_the_text_is_the_same(
-    start_router: StartRouter, how: str, sampling: dict[str, int]
-) -> None:
-    router = start_router(prefill=1, decode=2)
-    for node in router.nodes.values():
-        if node.role is Role.DECODE:
-            node.set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9, **{k: v for k, v in sampling.items() if k != "seed"}) as events:
-        text = events.text(count=5)
-        lost = serving(router)
-        successor = other(router, lost)
-        successor.resume()
-        if how == "leaves":
-            router.remove(lost.info.node_id).kill()
-        else:
-            lost.kill()
         rest = events.rest()
     assert rest.pop() == "[DONE]"
     text += "".join(body["choices"][0]["text"] for body in rest)
     assert text == router.expected("the fox", COUNT, seed=9)
+
+
+def pause(router: RunningRouter, at: int) -> None:
+    for node in router.nodes.values():
+        if node.role is Role.DECODE:
+            node.set(pause_at=at)
+
+
+def hand_off(router: RunningRouter) -> Submit:
+    """The KV of the request arrives at the decode node, without a word from the prefill node."""
+    decode = router.nodes["d0"]
+    submitted(decode)
+    submit = decode.submits[0]
+    assert submit.transfer is not None
+    router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
+    return submit
+
+
+@pytest.mark.parametrize("how", ["leaves", "silent"])
+def test_a_decode_node_lost_mid_stream_is_replaced_and_the_text_is_the_same(
+    start_router: StartRouter, how: str
+) -> None:
+    router = start_router(decode=2)
+    with undisturbed(router, after=5, **({"temperature": 0} if how == "leaves" else {})):
+        lost = serving(router)
+        successor = other(router, lost)
+        successor.resume()
+        (router.remove(lost.info.node_id) if how == "leaves" else lost).kill()
     moved = successor.submits[-1]
     assert moved.transfer is not None
-    assert moved.transfer.role is TransferRole.CONSUME
-    assert len(moved.output_token_ids) == 5
+    assert (moved.transfer.role, len(moved.output_token_ids)) == (TransferRole.CONSUME, 5)
     first, second = router.nodes["p0"].submits
     assert second.output_token_ids == moved.output_token_ids
     assert first.request_id != second.request_id
@@ -83,7 +92,7 @@ def test_a_decode_node_lost_mid_stream_is_replaced_and_the_text_is_the_same(
 
 
 def test_with_no_other_prefill_node_the_decode_node_does_it_all(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=1)
+    router = start_router()
     router.nodes["p0"].set(pause_at=0)
     with undisturbed(router):
         submitted(router.nodes["d0"])
@@ -91,13 +100,18 @@ def test_with_no_other_prefill_node_the_decode_node_does_it_all(start_router: St
     assert router.nodes["d0"].submits[-1].transfer is None
 
 
-def test_a_prefill_node_lost_after_the_handover_is_not_missed(start_router: StartRouter) -> None:
+def test_a_prefill_node_that_fails_or_is_lost_after_the_handover_is_not_missed(start_router: StartRouter) -> None:
     router = start_router()
-    router.nodes["d0"].set(pause_at=4)
-    with undisturbed(router, after=4):
-        router.remove("p0").kill()
-        router.nodes["d0"].resume()
-    assert len(router.nodes["d0"].submits) == 1
+    decode = router.nodes["d0"]
+    for lost in (False, True):
+        with undisturbed(router, after=4):
+            if lost:
+                router.remove("p0").kill()
+            else:
+                unneeded = WireError("kv_transfer_failed", "a lease that was not needed")
+                router.nodes["p0"].report(decode.submits[0], unneeded)
+            decode.resume()
+    assert len(decode.submits) == 2
 
 
 @pytest.mark.parametrize("code", ["kv_transfer_failed", "node_lost"])
@@ -105,11 +119,9 @@ def test_a_transfer_that_fails_is_recomputed_on_the_decode_node(start_router: St
     router = start_router()
     decode = router.nodes["d0"]
     decode.set(error_at=(0, WireError(code, "the notice never came")), errors_left=1)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
-    assert len(decode.submits) == 2
-    assert decode.submits[-1].transfer is None
+    with undisturbed(router):
+        pass
+    assert [submit.transfer is None for submit in decode.submits] == [False, True]
 
 
 @pytest.mark.parametrize("shown", [0, 3])
@@ -125,22 +137,23 @@ def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(start_r
     assert router.metric("tandem_failovers_total", model_name="fake", reason="kv_load_failed") == 0
 
 
-def test_logprobs_go_on_without_a_gap(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=2)
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9, logprobs=0) as events:
-        bodies = []
+def test_logprobs_and_usage_go_on_without_a_gap(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router(decode=2)
+    pause(router, 5)
+    usage = {"include_usage": True}
+    with router.stream(max_tokens=COUNT, seed=9, logprobs=0, stream_options=usage) as events:
+        bodies: list[Any] = []
         while sum(len(body["choices"][0]["text"]) for body in bodies) < 5:
             bodies.append(json.loads(events.next_event() or ""))
         lost = serving(router)
         other(router, lost).resume()
         router.remove(lost.info.node_id).kill()
         bodies += [body for body in events.rest() if body != "[DONE]"]
-    offsets = [
-        at for body in bodies if body["choices"][0]["logprobs"] for at in body["choices"][0]["logprobs"]["text_offset"]
-    ]
-    assert offsets == list(range(COUNT))
+    last = bodies.pop()
+    found = [body["choices"][0]["logprobs"] for body in bodies]
+    assert [at for logprobs in found if logprobs for at in logprobs["text_offset"]] == list(range(COUNT))
+    assert last["usage"]["completion_tokens"] == COUNT, "each token is counted once"
+    assert last["usage"]["prompt_tokens"] == len(tokenizer.encode("the fox", special=True))
 
 
 def test_the_first_tokens_logprobs_are_worth_waiting_for(start_router: StartRouter) -> None:
@@ -158,8 +171,8 @@ def test_the_first_tokens_logprobs_are_worth_waiting_for(start_router: StartRout
 def test_without_logprobs_the_decode_nodes_report_is_enough(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["p0"].set(hide_first_token=True)
-    answer = router.complete(max_tokens=COUNT, seed=9).json()
-    assert answer["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
+    with undisturbed(router):
+        pass
 
 
 def test_a_first_token_that_comes_late_and_differs_is_counted_and_nothing_more(start_router: StartRouter) -> None:
@@ -168,16 +181,12 @@ def test_a_first_token_that_comes_late_and_differs_is_counted_and_nothing_more(s
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     prefill.set(pause_at=0)
     decode.set(pause_at=6)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        submitted(decode)
-        submit = decode.submits[0]
-        router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
-        text = events.text(count=6)
+    with undisturbed(router):
+        submit = hand_off(router)
+        router.wait_for(lambda: router.metric("tandem_time_to_first_token_seconds_count") == 1, "it is shown")
         prefill.say(submit, 0, [99], FinishReason.HANDOFF)
         router.wait_for(lambda: router.metric("tandem_token_mismatches_total") == 1, "counted")
         decode.resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == 1
 
 
@@ -197,17 +206,21 @@ def test_a_decode_node_that_began_from_another_first_token_goes_on_from_the_one_
     assert router.metric("tandem_token_mismatches_total") == 1
 
 
-def test_a_prefill_node_that_was_told_to_stop_ends_nothing(start_router: StartRouter) -> None:
+def test_a_prefill_node_that_was_told_to_stop_ends_nothing_and_is_freed(start_router: StartRouter) -> None:
     """The decode node has given the transfer up and computes the prompt itself; the prefill node reports that it will send no token."""
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
-    prefill.set(pause_at=0)
-    with undisturbed(router):
-        submitted(decode)
-        submit = decode.submits[0]
-        prefill.say(submit, 0, [], FinishReason.ABORT)
-        router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
-    assert len(decode.submits) == 1
+    for says_so in (True, False):
+        prefill.set(pause_at=0)
+        with undisturbed(router):
+            if says_so:
+                submitted(decode)
+                prefill.say(decode.submits[0], 0, [], FinishReason.ABORT)
+            request_id = hand_off(router).request_id
+        assert len(decode.submits) == 1
+        if not says_so:
+            prefill.wait_until(lambda name=request_id: name in prefill.cancels, "not computed for nothing")  # type: ignore[misc]
+        router.anew()
 
 
 def test_nodes_that_never_agree_end_a_stream_with_an_error_and_not_with_another_answers_rest(
@@ -225,37 +238,30 @@ def test_nodes_that_never_agree_end_a_stream_with_an_error_and_not_with_another_
     assert router.metric("tandem_token_mismatches_total") == 1
 
 
-def test_only_so_many_failovers(start_router: StartRouter) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "submits"),
+    [
+        ({"error_at": (3, WireError("node_lost", "gone"))}, 502, 3),
+        ({"refuse": WireError("context_length_exceeded", "too long")}, 400, 1),
+    ],
+    ids=["so many times", "where nobody can help, not at all"],
+)
+def test_only_so_many_failovers(start_router: StartRouter, error: dict[str, Any], status: int, submits: int) -> None:
     router = start_router(prefill=0, decode=2, max_failovers=2)
-    for node in router.nodes.values():
-        node.set(error_at=(3, WireError("node_lost", "gone")))
+    router.set(**error)
     answer = router.complete(max_tokens=COUNT)
-    assert answer.status_code == 502
-    assert answer.json()["error"]["code"] == "node_lost"
-    assert sum(len(node.submits) for node in router.nodes.values()) == 3
-
-
-def test_an_error_that_nobody_can_help_is_not_tried_again(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=2)
-    for node in router.nodes.values():
-        node.set(refuse=WireError("context_length_exceeded", "too long"))
-    answer = router.complete()
-    assert answer.status_code == 400
-    assert sum(len(node.submits) for node in router.nodes.values()) == 1
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == (error.get("refuse") or error["error_at"][1]).code
+    assert sum(len(node.submits) for node in router.nodes.values()) == submits
 
 
 def test_a_node_that_breaks_is_left_and_a_request_that_breaks_nodes_gets_two(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=3)
-    bug = WireError("internal_error", "the kernel is not for this")
-    for node in router.nodes.values():
-        node.set(error_at=(3, bug), errors_left=1)
-    answer = router.complete(max_tokens=COUNT)
-    assert answer.status_code == 500
+    router.set(error_at=(3, WireError("internal_error", "the kernel is not for this")), errors_left=1)
+    assert router.complete(max_tokens=COUNT).status_code == 500
     assert sum(len(node.submits) for node in router.nodes.values()) == 2
-    one_left = router.complete(max_tokens=COUNT, seed=9)
-    if one_left.status_code != 200:
-        raise AssertionError(one_left.text)
-    assert one_left.json()["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
+    with undisturbed(router):
+        pass
 
 
 def test_a_full_node_is_passed_over_and_when_all_are_full_it_is_said(start_router: StartRouter) -> None:
@@ -272,7 +278,6 @@ def test_a_full_node_is_passed_over_and_when_all_are_full_it_is_said(start_route
 
 def test_a_stream_waits_for_the_only_node_to_come_back(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=1)
-    router.nodes["d0"].set(pause_at=5)
     with undisturbed(router, after=5):
         router.remove("d0").kill()
         router.wait_for(lambda: router.server.services.dispatcher.running == 1, "it waits")
@@ -292,8 +297,6 @@ def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> Non
 def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> None:
     """It still answers pings: its engine is wedged, not its process."""
     router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.5))
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=5)
     with undisturbed(router, after=5):
         wedged = serving(router)
         wedged.set(wedged=True)
@@ -304,8 +307,6 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
 def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(start_router: StartRouter) -> None:
     """After SIGSTOP and SIGCONT the node comes back with requests that are no longer wanted."""
     router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.1, silence=1.5))
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=5)
     with undisturbed(router, after=5):
         stopped = serving(router)
         other(router, stopped).resume()
@@ -313,20 +314,6 @@ def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(star
     stopped.set(mute=False)
     router.wait_ready(stopped.info.node_id)
     assert router.complete(max_tokens=3).status_code == 200
-
-
-def test_usage_of_a_moved_request_counts_each_token_once(start_router: StartRouter, tokenizer: Tokenizer) -> None:
-    router = start_router(prefill=0, decode=2)
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, stream_options={"include_usage": True}) as events:
-        events.text(count=5)
-        lost = serving(router)
-        other(router, lost).resume()
-        router.remove(lost.info.node_id).kill()
-        usage = next(body["usage"] for body in events.rest() if body != "[DONE]" and body["usage"])
-    assert usage["completion_tokens"] == COUNT
-    assert usage["prompt_tokens"] == len(tokenizer.encode("the fox", special=True))
 
 
 def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
@@ -348,22 +335,12 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
         assert text + healthy.text() == router.expected("the fox", 6, seed=9)
 
 
-def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router: StartRouter) -> None:
-    router = start_router()
-    prefill, decode = router.nodes["p0"], router.nodes["d0"]
-    decode.set(pause_at=4)
-    with undisturbed(router, after=4):
-        prefill.report(decode.submits[0], WireError("kv_transfer_failed", "a lease that was not needed"))
-        decode.resume()
-    assert len(decode.submits) == 1
-
-
 def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router: StartRouter) -> None:
     """The decode node has no room for the request for several idle times, and says so when it is asked."""
     router = start_router(timeouts=Timeouts(token_idle=0.5))
     decode = router.nodes["d0"]
     decode.set(pause_at=0)
-    with undisturbed(router, after=1):
+    with undisturbed(router):
         decode.wait_until(lambda: decode.asks >= 3, "asked what it holds, again and again")
         decode.resume()
     assert len(decode.submits) == len(router.nodes["p0"].submits) == 1
@@ -373,17 +350,12 @@ def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router
 def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_router: StartRouter) -> None:
     """The node would run it when the peer goes on, if ever, and another node has room now."""
     router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5))
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=3)
     with undisturbed(router, after=3):
         blocked = serving(router)
         other(router, blocked).resume()
         blocked.wait_until(lambda: blocked.asks >= 2, "it is asked, and the request stays")
-        blocked.set(status_fields={"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60})
+        blocked.set(status_fields=BLOCKED)
     assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
-
-
-BLOCKED = {"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60}
 
 
 @pytest.mark.parametrize("alone", [BLOCKED, {**BLOCKED, "running": 1, "waiting": 0}], ids=["waits", "begins again"])
@@ -392,8 +364,6 @@ def test_a_request_that_has_moved_often_leaves_such_a_node_too(
 ) -> None:
     """No node has failed it. One that is alone there, and gets no further, may look as if it ran."""
     router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5), max_failovers=0)
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=3)
     with undisturbed(router, after=3):
         blocked = serving(router)
         other(router, blocked).resume()
@@ -404,8 +374,6 @@ def test_a_request_that_has_moved_often_leaves_such_a_node_too(
 def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start_router: StartRouter) -> None:
     """It looks for itself, long before its node is asked again."""
     router = start_router(decode=2, timeouts=Timeouts(token_idle=4.0))
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=3)
     with undisturbed(router, after=3):
         blocked = serving(router)
         free = other(router, blocked)
@@ -431,7 +399,6 @@ def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_
 def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
     node = router.nodes["d0"]
-    node.set(pause_at=3)
     with undisturbed(router, after=3):
         node.forget(node.submits[0].request_id)
         submitted(node, 2)
@@ -443,7 +410,6 @@ def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
     """It cannot answer before the step is over, and its status says that it is in one."""
     router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
     node = router.nodes["d0"]
-    node.set(pause_at=3)
     with undisturbed(router, after=3):
         node.set(wedged=True, status_fields={"step_age_s": 5.0})
         node.wait_until(lambda: node.asks >= 3, "asked")
@@ -452,23 +418,8 @@ def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
     assert len(node.submits) == 1
 
 
-def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(start_router: StartRouter) -> None:
-    router = start_router()
-    prefill, decode = router.nodes["p0"], router.nodes["d0"]
-    prefill.set(pause_at=0)
-    with undisturbed(router):
-        submitted(decode)
-        router.board.hand_off(
-            decode.submits[0].transfer.transfer_id, router.board.rule(decode.submits[0].prompt_token_ids, 9, 0)
-        )
-    request_id = decode.submits[0].request_id
-    prefill.wait_until(lambda: request_id in prefill.cancels, "not computed for nothing")
-
-
 def test_a_stream_outlives_a_successor_that_is_full_for_a_moment(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=2)
-    for name in ("d0", "d1"):
-        router.nodes[name].set(pause_at=5)
     with undisturbed(router, after=5):
         lost = serving(router)
         successor = other(router, lost)

@@ -45,7 +45,7 @@ def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_field_with_any_value(router: RunningRouter, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([name for name in FIELDS[path] if name != "stream"])
@@ -60,7 +60,7 @@ def test_any_field_with_any_value(router: RunningRouter, path: str, data: st.Dat
         msgspec.convert(answer.json(), ErrorBody)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(body=st.binary(max_size=100) | ANYTHING.map(lambda value: json.dumps(value).encode()))
 def test_any_body(router: RunningRouter, body: bytes) -> None:
     answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})

@@ -25,65 +25,61 @@ def encoded(folder: str, port: int = 0) -> bytes:
     return msgspec.msgpack.encode(RouterConfig(tokenizer_path=folder, model_name="fake", port=port))
 
 
-def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_folder: str) -> None:
-    async def scenario() -> None:
-        host = RouterHost(encoded(model_folder))
-        url = await host.start()
-        assert await host.start() == url
-        assert host.configuration() == encoded(model_folder)
-        assert msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue).queued == 0
-        assert not await host.hold(0.001)
-        held = asyncio.create_task(host.hold(PATIENCE_S))
-        await host.stop()
-        assert await held
-
-    asyncio.run(scenario())
+async def members(host: RouterHost) -> RouterQueue:
+    return msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue)
 
 
-def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folder: str) -> None:
+async def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_folder: str) -> None:
+    host = RouterHost(encoded(model_folder))
+    url = await host.start()
+    assert await host.start() == url
+    assert host.configuration() == encoded(model_folder)
+    assert (await members(host)).queued == 0
+    assert not await host.hold(0.001)
+    held = asyncio.create_task(host.hold(PATIENCE_S))
+    await host.stop()
+    assert await held
+
+
+async def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folder: str) -> None:
     figures = [FigureScore("first token, p90", 7, 0.25)]
     score = ForecastScore(graded=9, figures=figures, said=["of the last 9 graded forecasts, 7 were inside"])
-
-    async def scenario() -> None:
-        host = RouterHost(encoded(model_folder))
-        info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
-        took = await host.follow_forecasts(msgspec.msgpack.encode(score), 60.0)
-        assert msgspec.msgpack.decode(took, type=list[MeasuredRequest]) == []
-        with httpx.Client(base_url=info.url, trust_env=False) as client:
-            metrics = (await asyncio.to_thread(client.get, "/metrics")).text
-            state = (await asyncio.to_thread(client.get, "/ui/state")).content
-        page = msgspec.json.decode(state, type=PageState)
-        figure, model = 'figure="first token, p90"', 'model_name="fake"'
-        assert f'tandem_forecasts{{{figure},{model},outcome="inside"}} 7.0' in metrics
-        assert f'tandem_forecasts{{{figure},{model},outcome="outside"}} 2.0' in metrics
-        assert f"tandem_forecast_error_ratio{{{figure},{model}}} 0.25" in metrics
-        assert page.router.forecasts == score
-        await host.stop()
-
-    asyncio.run(scenario())
+    host = RouterHost(encoded(model_folder))
+    info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
+    took = await host.follow_forecasts(msgspec.msgpack.encode(score), 60.0)
+    assert msgspec.msgpack.decode(took, type=list[MeasuredRequest]) == []
+    with httpx.Client(base_url=info.url, trust_env=False) as client:
+        metrics = (await asyncio.to_thread(client.get, "/metrics")).text
+        state = (await asyncio.to_thread(client.get, "/ui/state")).content
+    figure, model = 'figure="first token, p90"', 'model_name="fake"'
+    assert f'tandem_forecasts{{{figure},{model},outcome="inside"}} 7.0' in metrics
+    assert f'tandem_forecasts{{{figure},{model},outcome="outside"}} 2.0' in metrics
+    assert f"tandem_forecast_error_ratio{{{figure},{model}}} 0.25" in metrics
+    assert msgspec.json.decode(state, type=PageState).router.forecasts == score
+    await host.stop()
 
 
-def test_a_router_looks_for_the_model_where_it_runs(model_folder: str) -> None:
+async def test_a_router_looks_for_the_model_where_it_runs(model_folder: str) -> None:
     asked: list[str] = []
 
     def find(name: str, report: Callable[[str, float], None]) -> str:
         asked.append(name)
         return model_folder
 
-    async def scenario() -> None:
-        host = RouterHost(encoded("smollm2"), find)
-        await host.start()
-        await host.stop()
-
-    asyncio.run(scenario())
+    host = RouterHost(encoded("smollm2"), find)
+    await host.start()
+    await host.stop()
     assert asked == ["smollm2"]
 
 
-def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
+async def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
     def find(name: str, report: Callable[[str, float], None]) -> str:
         pytest.fail("it was fetched")
 
-    async def scenario(port: int) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         host = RouterHost(encoded("smollm2", port), find)
         with pytest.raises(ConfigurationError, match=str(port)):
             await host.start()
@@ -91,40 +87,21 @@ def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
             await host.drain(1)
         await host.stop()
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        asyncio.run(scenario(listener.getsockname()[1]))
 
-
-def test_a_router_that_is_told_to_end_says_so_and_waits_for_its_successor(model_folder: str) -> None:
-    async def said(host: RouterHost) -> RouterQueue:
-        return msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue)
-
-    async def scenario() -> None:
-        host = RouterHost(encoded(model_folder))
-        await host.start()
-        ending = asyncio.create_task(host.finish())
+@pytest.mark.parametrize("succeeded", [True, False])
+async def test_a_router_that_is_told_to_end_waits_for_its_successor_but_not_for_ever(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, succeeded: bool
+) -> None:
+    host = RouterHost(encoded(model_folder))
+    await host.start()
+    if not succeeded:
+        monkeypatch.setattr(server, "SUCCESSOR_S", 0.1)
+    ending = asyncio.create_task(host.finish())
+    if succeeded:
         await asyncio.sleep(0)
-        queue = await said(host)
+        queue = await members(host)
         assert (queue.is_ending, queue.accepts) == (True, True), "clients still find it"
         assert await host.leave(PATIENCE_S), "another one has its socket"
-        async with asyncio.timeout(PATIENCE_S):
-            await ending
-        assert await host.hold(PATIENCE_S), "it has stopped"
-
-    asyncio.run(scenario())
-
-
-def test_without_a_controller_a_router_that_is_told_to_end_ends(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        host = RouterHost(encoded(model_folder))
-        await host.start()
-        async with asyncio.timeout(PATIENCE_S):
-            await host.finish()
-        assert await host.hold(PATIENCE_S), "it has stopped"
-
-    monkeypatch.setattr(server, "SUCCESSOR_S", 0.1)
-    asyncio.run(scenario())
+    async with asyncio.timeout(PATIENCE_S):
+        await ending
+    assert await host.hold(PATIENCE_S), "it has stopped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
@@ -30,12 +30,16 @@ def body(size: int) -> bytes:
     return bare + b" " * (size - len(bare))
 
 
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    return keep_router(limits=LIMITS, timeouts=Timeouts(body=5))
+
+
 @pytest.fixture
-def router(start_router: StartRouter) -> Iterator[RunningRouter]:
-    running = start_router(limits=LIMITS, timeouts=Timeouts(body=5))
-    yield running
-    running.wait_for(lambda: held(running) == 0, "all of it is given back")
-    assert running.complete(max_tokens=2).status_code == 200
+def router(kept_router: RunningRouter) -> Iterator[RunningRouter]:
+    yield kept_router.anew()
+    kept_router.wait_for(lambda: held(kept_router) == 0, "all of it is given back")
+    assert kept_router.complete(max_tokens=2).status_code == 200
 
 
 def begin(router: RunningRouter) -> socket.socket:
@@ -49,6 +53,7 @@ def begin(router: RunningRouter) -> socket.socket:
 
 def test_what_is_beyond_it_is_refused_and_may_come_again(router: RunningRouter) -> None:
     first, second = begin(router), begin(router)
+    refused = router.metric("tandem_requests_refused_total", reason="bodies")
     with closing(connect(router)) as third:
         for _ in range(2):  # on the same connection: what comes of a refused body is dropped
             third.sendall(post(body(9_000), content_length="9000"))
@@ -57,7 +62,7 @@ def test_what_is_beyond_it_is_refused_and_may_come_again(router: RunningRouter) 
             assert headers["retry-after"] == "1"
             assert answer["error"]["code"] == "overloaded"
             assert "25000 bytes" in answer["error"]["message"]
-        assert router.metric("tandem_requests_refused_total", reason="bodies") == 2
+        assert router.metric("tandem_requests_refused_total", reason="bodies") == refused + 2
         assert router.complete(max_tokens=2).status_code == 200  # a small one fits beside them
         first.sendall(body(10_000)[MOST:])
         assert read_answer(first)[0] == 200
@@ -81,26 +86,14 @@ def test_one_that_is_refused_in_the_middle_gives_back_what_it_had(router: Runnin
         other.close()
 
 
-def hang_up(connection: socket.socket) -> None:
-    connection.close()
-
-
-def finish(connection: socket.socket) -> None:
-    connection.sendall(body(10_000)[MOST:])
-    assert read_answer(connection)[0] == 200
-
-
-def spoil(connection: socket.socket) -> None:
-    connection.sendall(b"}" * 100)
-    assert read_answer(connection)[0] == 400
-
-
-@pytest.mark.parametrize("end", [hang_up, finish, spoil])
-def test_it_is_given_back_on_every_way_out(router: RunningRouter, end: Callable[[socket.socket], None]) -> None:
-    connection = begin(router)
-    end(connection)
+@pytest.mark.parametrize("rest", [None, body(10_000)[MOST:], b"}" * 100], ids=["hung up", "finished", "spoiled"])
+def test_it_is_given_back_on_every_way_out(router: RunningRouter, rest: bytes | None) -> None:
+    with closing(begin(router)) as connection:
+        if rest is not None:
+            connection.sendall(rest)
+            assert read_answer(connection)[0] == (400 if rest.startswith(b"}") else 200)
+            router.wait_for(lambda: held(router) == 0, "given back")
     router.wait_for(lambda: held(router) == 0, "given back")
-    connection.close()
 
 
 def test_it_is_given_back_when_the_body_is_too_slow(start_router: StartRouter) -> None:
@@ -121,11 +114,12 @@ def test_it_is_given_back_while_the_answer_is_still_being_written(router: Runnin
         assert read_answer(connection)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/chat/completions"])
-def test_every_body_counts(router: RunningRouter, path: str) -> None:
-    with closing(connect(router)) as connection:
-        connection.sendall(post(b" " * 5000, path, content_length="6000"))
-        router.wait_for(lambda: held(router) == 5000, "received")
+def test_every_body_counts(router: RunningRouter) -> None:
+    for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
+        with closing(connect(router)) as connection:
+            connection.sendall(post(b" " * 5000, path, content_length="6000"))
+            router.wait_for(lambda: held(router) == 5000, "received")
+        router.wait_for(lambda: held(router) == 0, "given back")
 
 
 def test_a_body_in_single_bytes_is_read_whole_and_so_is_one_that_is_dropped(router: RunningRouter) -> None:
@@ -178,10 +172,10 @@ def test_beside_a_greedy_key_another_has_its_first_body_and_two_share() -> None:
     assert shares.fits("", 100)
 
 
-def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
-    parsed: list[str] = []
+async def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
+    parsed, budget = list[str](), BodyBudget(Limits(), lambda: None)
 
-    async def parse(budget: BodyBudget, owner: str) -> None:
+    async def parse(owner: str) -> None:
         with budget.share() as share:
             share.take(owner, 1)
             async with share.parsing():
@@ -189,13 +183,9 @@ def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
                 await asyncio.sleep(0)
                 assert parsed[-1] == owner, "no other meanwhile"
 
-    async def scenario() -> None:
-        budget = BodyBudget(Limits(), lambda: None)
-        async with asyncio.TaskGroup() as group:
-            for owner in ("greedy", "greedy", "greedy", "other"):
-                group.create_task(parse(budget, owner))
-
-    asyncio.run(scenario())
+    async with asyncio.TaskGroup() as group:
+        for owner in ("greedy", "greedy", "greedy", "other"):
+            group.create_task(parse(owner))
     assert parsed[:2] == ["greedy", "other"]
 
 

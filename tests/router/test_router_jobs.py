@@ -16,8 +16,6 @@ from tests.router.test_router_policy import ask, decide, names, node, pools
 from tests.router.test_router_shortlist import Nothing
 from tests.small_model import HERMES, WEATHER
 
-ASKED: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
-
 
 def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) -> RunningRouter:
     router = start_router(prefill=0, decode=0, **settings)
@@ -28,9 +26,8 @@ def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) ->
     return router
 
 
-@pytest.mark.parametrize(
-    ("headers", "fields", "expected"),
-    [
+def test_a_job_is_named_by_field_header_or_session(router: RunningRouter) -> None:
+    named: list[tuple[dict[str, str], dict[str, Any], tuple[str | None, bool]]] = [
         ({}, {}, (None, False)),
         ({"X-Job-Id": "j", "X-Last-Step": "true"}, {}, ("j", True)),
         ({"X-Job-Id": "other"}, {"job_id": "j", "is_last_step": True}, ("j", True)),
@@ -39,14 +36,14 @@ def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) ->
         ({"X-Session-Id": "s", "X-Job-Id": "j"}, {}, ("j", False)),
         ({}, {"prompt_cache_key": "k"}, ("k", False)),
         ({"X-Job-Id": "j"}, {"n": 2}, (None, False)),
-    ],
-)
-def test_a_job_is_named_by_field_header_or_session(start_router: StartRouter, headers, fields, expected):
-    router = start_router()
-    answer = router.client.post("/v1/chat/completions", json={**ASKED, "max_tokens": 2, **fields}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    submits = [submit for one in router.nodes.values() for submit in one.submits]
-    assert {(submit.job_id, submit.is_last_step) for submit in submits} == {expected}
+    ]
+    for headers, fields, expected in named:
+        router.anew()
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+        answer = router.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        submits = [submit for one in router.nodes.values() for submit in one.submits]
+        assert {(submit.job_id, submit.is_last_step) for submit in submits} == {expected}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,23 +98,18 @@ def test_after_a_last_step_a_job_has_no_home(start_router: StartRouter):
 
 
 @pytest.mark.parametrize("name", list(PolicyName))
-def test_every_policy_sends_a_turn_home(name: PolicyName):
+def test_every_policy_sends_a_turn_home(name: PolicyName) -> None:
     nodes = pools(node("p1"), node("p2", waiting_tokens=500), node("d1"), node("d2", running=3))
     home = frozenset({"p2", "d2"})
     assert names(decide(nodes, ask(home=home), name)) == ("p2", "d2")
     assert names(decide(nodes, ask(home=home, avoid=home), name)) == ("p1", "d1")
     assert names(decide(nodes, ask(home=frozenset({"gone"})), PolicyName.LEAST_WAIT)) == ("p1", "d1")
-
-
-@pytest.mark.parametrize("name", list(PolicyName))
-def test_home_is_ranked_among_a_thousand(name: PolicyName):
-    shortlist = Shortlist()
+    shortlist = Shortlist()  # of a thousand
     for index in range(500):
         shortlist.put(node(f"p{index}"))
         shortlist.put(node(f"d{index}", running=index))
     request = ask(home=frozenset({"p420", "d499"}))
-    snapshot = shortlist.of(name, request, Nothing(), None)
-    assert names(decide(snapshot, request, name)) == ("p420", "d499")
+    assert names(decide(shortlist.of(name, request, Nothing(), None), request, name)) == ("p420", "d499")
 
 
 def test_room_counts_what_is_only_pinned():

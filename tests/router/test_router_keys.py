@@ -17,6 +17,8 @@ from tests.router.paths import of_served
 from tests.router.raw_http import connect, post, read_answer
 from tests.small_model import CountedBackend
 
+AB = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
+
 
 class Clock:
     def __init__(self) -> None:
@@ -26,57 +28,63 @@ class Clock:
         return self.now
 
 
-def ask(router: RunningRouter, key: str | None, **headers: str) -> httpx.Response:
-    if key is not None:
-        headers["authorization"] = f"Bearer {key}"
-    raw = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items()}
-    body = {"model": "fake", "prompt": "x", "max_tokens": 2}
-    return router.client.post("/v1/completions", json=body, headers=raw)
+def ask(router: RunningRouter, key: str | None = "secret-a", **fields: Any) -> httpx.Response:
+    return router.ask("/v1/completions", key, **{"prompt": "x", "max_tokens": 2, **fields})
+
+
+def refused_for_quota(answer: httpx.Response) -> bool:
+    if answer.status_code != 429:
+        return False
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    return True
 
 
 def test_no_key_can_replace_anothers_file_of_hidden_states(start_router: StartRouter) -> None:
     names = ("team-a", "team-b", "../team-a", "team-a/x", "Team \u00e4", ".", "..", "%2E", "", "a" * 300)
     keys = tuple(ApiKey(name, f"secret-{place}") for place, name in enumerate(names))
     router = start_router(prefill=0, api_keys=keys)
-    body = {"prompt": "x", "max_tokens": 2, "hidden_states": "one"}
-    for place in range(len(names)):
-        headers = {"authorization": f"Bearer secret-{place}"}
-        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    for key in keys:
+        assert ask(router, key.key, hidden_states="one").status_code == 200
     told = [submit.sampling.hidden_states or "" for submit in router.nodes["d0"].submits]
     assert told[:2] == ["team-a/one", "team-b/one"]
     assert len(set(told)) == len(names)
     for path in told:
         folder, _, file = path.partition("/")
-        assert file == "one"
-        assert not folder.startswith(".")
+        assert (file, folder.startswith(".")) == ("one", False)
         assert 0 < len(folder.encode()) <= 255
 
 
 def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
-    assert ask(router, "secret-a").status_code == 200
-    assert ask(router, "secret-b").status_code == 200
-    for wrong in (None, "secret", "SECRET-A", "secret-ab", "secret-a secret-a", "\u00e4", "\udcff", "secret-\u0430"):
-        answer = ask(router, None, **({} if wrong is None else {"authorization": f"Bearer {wrong}"}))
+    router = start_router(api_keys=(*AB, ApiKey("op", "secret-op", operator=True)))
+    for key in ("secret-a", "secret-b", "secret-op"):
+        assert ask(router, key).status_code == 200
+    wrong = ("secret", "SECRET-A", "secret-ab", "secret-a secret-a", "\u00e4", "\udcff", "secret-\u0430")
+    for said in (None, "Basic c2VjcmV0LWE=", *(f"Bearer {key}" for key in wrong)):
+        headers = {} if said is None else {"authorization": said.encode("utf-8", "surrogateescape")}
+        answer = router.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
         assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert answer.json()["error"]["type"] == "authentication_error"
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
         assert answer.headers["www-authenticate"] == "Bearer"
-    assert ask(router, None, authorization="Basic c2VjcmV0LWE=").status_code == 401
     for path, status in (("/health", 200), ("/metrics", 200), ("/cluster", 401), ("/v1/models", 401), ("/none", 401)):
         assert router.client.get(path).status_code == status
     assert router.metric("tandem_requests_refused_total", reason="unauthorized") > 5
 
+    def cluster(key: str) -> httpx.Response:
+        return router.client.get("/cluster", headers={"authorization": f"Bearer {key}"})
+
+    assert cluster("secret-op").status_code == 200
+    refused = cluster("secret-a")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert "operator: true" in refused.json()["error"]["message"]
+
 
 def test_tenants_never_share_a_prefix_cache(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
-    for key in ("secret-a", "secret-b", "secret-a"):
-        ask(router, key)
-    router.client.post(
-        "/v1/completions",
-        json={"model": "fake", "prompt": "x", "max_tokens": 2, "cache_salt": "mine"},
-        headers={"authorization": "Bearer secret-a"},
-    )
+    router = start_router(prefill=0, api_keys=AB)
+    for key, fields in (("secret-a", {}), ("secret-b", {}), ("secret-a", {}), ("secret-a", {"cache_salt": "mine"})):
+        assert ask(router, key, **fields).status_code == 200
     salts = [submit.cache_salt for submit in router.nodes["d0"].submits]
     assert salts[0] == salts[2]
     assert len({salts[0], salts[1], salts[3]}) == 3
@@ -85,34 +93,32 @@ def test_tenants_never_share_a_prefix_cache(start_router: StartRouter) -> None:
 
 def test_no_request_is_more_urgent_than_its_key_allows(start_router: StartRouter) -> None:
     keys = (ApiKey("a", "batch", priority=10), ApiKey("b", "plain"), ApiKey("c", "urgent", priority=-5))
-    router = start_router(prefill=0, api_keys=keys)
-    expected = {
+    keyed, open_to_all = start_router(prefill=0, api_keys=keys), start_router(prefill=0)
+    expected: dict[str | None, dict[int | None, int]] = {
         "batch": {None: 10, -7: 10, 10: 10, 12: 12},
         "plain": {None: 0, -7: 0, 12: 12},
         "urgent": {None: 0, -7: -5, -5: -5, 12: 12},
+        None: {-7: -7},  # without keys a request is as urgent as it says
     }
     for key, cases in expected.items():
+        router = open_to_all if key is None else keyed
         for asked, runs_with in cases.items():
-            body = {"model": "fake", "prompt": "x", "max_tokens": 1} | ({} if asked is None else {"priority": asked})
-            answer = router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-            assert answer.status_code == 200
+            assert ask(router, key, **({} if asked is None else {"priority": asked})).status_code == 200
             assert router.nodes["d0"].submits[-1].priority == runs_with
 
 
-def test_without_keys_a_request_is_as_urgent_as_it_says(start_router: StartRouter) -> None:
-    router = start_router(prefill=0)
-    assert router.complete(max_tokens=1, priority=-7).status_code == 200
-    assert router.nodes["d0"].submits[-1].priority == -7
-
-
 def test_quotas(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2), ApiKey("b", "secret-b")))
-    assert [ask(router, "secret-a").status_code for _ in range(3)] == [200, 200, 429]
-    refused = ask(router, "secret-a")
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-    assert refused.json()["error"]["type"] == "rate_limit_error"
-    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    keys = (ApiKey("a", "secret-a", requests_per_minute=2), AB[1])
+    router = start_router(api_keys=keys)
+    for _ in range(3):
+        wrong = router.ask("/v1/completions", "secret-a")
+        assert wrong.status_code == 400, "what is refused for what it says is not counted"
+    assert [ask(router).status_code for _ in range(2)] == [200, 200]
+    assert all(refused_for_quota(ask(router)) for _ in range(2))
     assert router.metric("tandem_requests_refused_total", reason="quota") == 2
+    with closing(connect(router)) as connection:  # a body that is never sent is answered all the same
+        connection.sendall(post(b"", authorization="Bearer secret-a", content_length="100"))
+        assert read_answer(connection)[0] == 429
     assert ask(router, "secret-b").status_code == 200
 
 
@@ -120,44 +126,33 @@ SECRET = " ".join(f"word{index}" for index in range(40))
 TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
 
 
-def ask_for_text(router: RunningRouter, path: str) -> httpx.Response:
-    return router.client.post(path, json=TEXT_REQUESTS[path], headers={"authorization": "Bearer secret-a"})
+def ask_for_text(router: RunningRouter) -> list[httpx.Response]:
+    return [router.ask(path, "secret-a", **fields) for path, fields in TEXT_REQUESTS.items()]
 
 
-def test_tokenizing_is_a_request(start_router: StartRouter) -> None:
+def test_tokenizing_is_a_request_and_uses_no_tokens(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2),))
-    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
-    assert ask(router, "secret-a").status_code == 429
-    for path in TEXT_REQUESTS:
-        refused = ask_for_text(router, path)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert int(refused.headers["retry-after"]) >= 1
-
-
-def test_tokenizing_uses_no_tokens(start_router: StartRouter) -> None:
+    assert [answer.status_code for answer in ask_for_text(router)] == [200, 200]
+    assert all(refused_for_quota(answer) for answer in (ask(router), *ask_for_text(router)))
     router = start_router(api_keys=(ApiKey("a", "secret-a", tokens_per_minute=2, concurrent_requests=1),))
-    assert ask(router, "secret-a").status_code == 200
+    assert ask(router).status_code == 200
     router.wait_for(router.idle, "its tokens are counted")
-    assert ask(router, "secret-a").status_code == 429
-    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
+    assert refused_for_quota(ask(router))
+    assert [answer.status_code for answer in ask_for_text(router)] == [200, 200]
 
 
 def test_so_many_requests_at_once(start_router: StartRouter) -> None:
     router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a", concurrent_requests=1),))
     router.nodes["d0"].set(pause_at=1)
-    body = {"model": "fake", "prompt": "x", "max_tokens": 2, "stream": True}
-    with router.client.stream(
-        "POST", "/v1/completions", json=body, headers={"authorization": "Bearer secret-a"}
-    ) as first:
+    body, headers = {"prompt": "x", "max_tokens": 2, "stream": True}, {"authorization": "Bearer secret-a"}
+    with router.client.stream("POST", "/v1/completions", json=body, headers=headers) as first:
         lines = first.iter_lines()
         next(lines)
-        assert ask(router, "secret-a").status_code == 429
-        assert ask_for_text(router, "/tokenize").status_code == 429
+        assert all(refused_for_quota(answer) for answer in (ask(router), *ask_for_text(router)))
         router.nodes["d0"].resume()
         assert "data: [DONE]" in list(lines)
     router.wait_for(router.idle, "it has ended")
-    assert ask(router, "secret-a").status_code == 200
+    assert ask(router).status_code == 200
 
 
 def tenant_with(clock: Clock, **quotas: int) -> Tenant:
@@ -184,8 +179,7 @@ def test_a_bucket_refills_with_time() -> None:
 
 
 def test_tokens_are_taken_before_they_are_used_and_given_back_after() -> None:
-    clock = Clock()
-    tenant = tenant_with(clock, tokens_per_minute=1000)
+    tenant = tenant_with(Clock(), tokens_per_minute=1000)
     first, second, third = tenant.enter(), tenant.enter(), tenant.enter()
     first.take_tokens(100, [400])
     second.take_tokens(100, [400])
@@ -239,40 +233,6 @@ def test_what_is_refused_is_none_of_the_quota() -> None:
         tenant.enter()
 
 
-def test_a_quota_is_checked_before_the_work_that_it_limits(start_router: StartRouter) -> None:
-    """A body that is never sent is answered all the same."""
-    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=1),))
-    assert ask(router, "secret-a").status_code == 200
-    with closing(connect(router)) as connection:
-        connection.sendall(post(b"", authorization="Bearer secret-a", content_length="100"))
-        assert read_answer(connection)[0] == 429
-
-
-def test_a_request_that_is_refused_for_what_it_says_is_not_counted(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=1),))
-    for _ in range(3):
-        refused = router.client.post(
-            "/v1/completions", json={"model": "fake"}, headers={"authorization": "Bearer secret-a"}
-        )
-        assert refused.status_code == 400
-    assert ask(router, "secret-a").status_code == 200
-    assert ask(router, "secret-a").status_code == 429
-
-
-def test_the_clusters_state_is_an_operators(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("op", "secret-op", operator=True)))
-
-    def get(path: str, key: str) -> httpx.Response:
-        return router.client.get(path, headers={"authorization": f"Bearer {key}"})
-
-    assert get("/cluster", "secret-op").status_code == 200
-    refused = get("/cluster", "secret-a")
-    assert refused.status_code == 403
-    assert refused.json()["error"]["code"] == "permission_denied"
-    assert "operator: true" in refused.json()["error"]["message"]
-    assert ask(router, "secret-op").status_code == 200
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     of_served(
@@ -292,8 +252,7 @@ def test_what_one_key_asked_is_tokenized_anew_for_another(
     work: list[int] = []
     for key in ("key-a", "key-a", "key-b", "key-b"):
         backend.texts.clear()
-        headers = {"authorization": f"Bearer {key}"}
-        assert router.client.post(path, json=body, headers=headers).status_code == 200
+        assert router.ask(path, key, **body).status_code == 200
         work.append(sum(map(len, backend.texts)))
     assert work[0] == work[2] >= 64
     assert work[1] == work[3] < 64
@@ -310,9 +269,9 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
     assert load_keys([], str(rich)) == [ApiKey("a", "k", requests_per_minute=5)]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_file_that_cannot_be_meant(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for text in (
         "",
         "# nothing\n",
         "[{]",
@@ -323,13 +282,10 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
         "schl\u00fcssel",
         "secret # of alice",
         "\ud800",
-    ],
-)
-def test_a_file_that_cannot_be_meant(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ConfigurationError, match=r"router\.api_keys_file"):
-        load_keys([], str(file))
+    ):
+        file.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.raises(ConfigurationError, match=r"router\.api_keys_file"):
+            load_keys([], str(file))
     with pytest.raises(ConfigurationError):
         load_keys([], str(tmp_path / "none"))
 

@@ -16,31 +16,41 @@ from tandem.api.openai.caller import Caller
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.plan import plan_completion
 from tandem.wire.nodes import Role
-from tests.router.conftest import StartRouter
-from tests.router.paths import SERVED
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.paths import SERVED, of_served
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-def test_what_cannot_fit_is_not_tokenized(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
-    running = start_router(prefill=0, decode=0)
-    running.add("d", Role.DECODE, max_model_len=64)
-    running.wait_ready()
-    model = running.server.services.model
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    """A router whose model has a short context."""
+    router = keep_router(prefill=0, decode=0)
+    router.add("d", Role.DECODE, max_model_len=64)
+    router.wait_ready()
+    return router
 
-    def refuse(*args: Any) -> Any:
-        raise AssertionError("it was tokenized")
 
-    text = "x" * (model.tokenizer.most_characters(64) + 1)
-    monkeypatch.setattr(model.tokenizer, "_encode_all", refuse)
-    asked = {"messages": [{"role": "user", "content": text}]} if "chat" in endpoint else {"prompt": text}
-    answer = running.client.post(endpoint, json={"model": running.config.model_name, **asked})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    assert error["param"] in asked
-    assert "more than the model's context of 64 tokens can hold" in error["message"]
+def refuse(*args: Any, **options: Any) -> Any:
+    raise AssertionError("it was worked on")
+
+
+def test_what_cannot_fit_is_not_tokenized(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = router.server.services.model.tokenizer
+    fits = router.ask("/detokenize", tokens=tokenizer.encode("x" * 40, special=False))
+    assert fits.json() == {"prompt": "x" * 40}
+    text = "x" * (tokenizer.most_characters(64) + 1)
+    for name in ("_encode_all", "decode", "first_unknown"):
+        monkeypatch.setattr(tokenizer, name, refuse)
+    for path, asked in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"prompt": text}),
+        ("/detokenize", {"tokens": [5] * 65}),
+    ):
+        answer = router.ask(path, **asked)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"] in asked) == ("context_length_exceeded", True)
+        assert path == "/detokenize" or "more than the model's context of 64 tokens can hold" in error["message"]
 
 
 def test_between_many_short_prompts_the_event_loop_goes_on(
@@ -93,89 +103,49 @@ def test_a_long_body_becomes_a_chat_beside_everything_else(
     running = start_router()
     for count in (1, 3000):
         said = [{"role": "user", "content": "x"}] * count
-        running.client.post(path, json={"messages": said, "max_tokens": 1} if name == "messages" else {"input": said})
+        running.client.post(
+            path,
+            json={"messages": said, "max_tokens": 1} if name == "messages" else {"input": said, "max_output_tokens": 1},
+        )
     assert on_the_loop == [True, False]
 
 
-def chat_with(place: str, text: str) -> tuple[str, dict[str, Any]]:
-    """A path, and a request that has the text at this place of its chat."""
+def chats_with(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Paths, and requests that have the text at every place where a chat may have it."""
     hello = [{"role": "user", "content": "x"}]
+    said = [{"role": "user", "content": text}]
     schema = {"type": "object", "properties": {text: {"type": "string"}}}
-    function = {"name": "f", "parameters": schema}
-    requests: dict[str, tuple[str, dict[str, Any]]] = {
-        "message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-        "part": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
-        "many messages": (
-            "/v1/chat/completions",
-            {"messages": [{"role": "system", "content": text[:100]}] * (len(text) // 100 + 1)},
-        ),
-        "document": ("/v1/chat/completions", {"messages": hello, "documents": [{"text": text}]}),
-        "tool": ("/v1/chat/completions", {"messages": hello, "tools": [{"type": "function", "function": function}]}),
-        "variable": ("/v1/chat/completions", {"messages": hello, "chat_template_kwargs": {"about": [text]}}),
-        "response": ("/v1/responses", {"input": text}),
-        "instructions": ("/v1/responses", {"input": "x", "instructions": text}),
-        "system": ("/v1/messages", {"messages": hello, "system": text, "max_tokens": 1}),
-        "counted": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
-        "tokenized": ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
-    }
-    return requests[place]
-
-
-PLACES = [
-    "message", "part", "many messages", "document", "tool", "variable", "response", "instructions", "system", "counted",
-    "tokenized",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if chat_with(place, "x")[0] in SERVED])
-def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    running = start_router(prefill=0, decode=0)
-    running.add("d", Role.DECODE, max_model_len=64)
-    running.wait_ready()
-    model = running.server.services.model
-
-    def refuse(*args: Any) -> Any:
-        raise AssertionError("it was looked into")
-
-    monkeypatch.setattr(model.guard, "plain", refuse)
-    monkeypatch.setattr(model.tokenizer, "_encode_all", refuse)
-    path, body = chat_with(place, "<|start|>" * model.tokenizer.most_characters(64))
-    answer = running.client.post(path, json=body)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert (
-        f"than the model's context of 64 tokens can hold; send at most {model.tokenizer.most_characters(64)}" in message
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chat = "/v1/chat/completions"
+    return of_served(
+        (chat, {"messages": said}),
+        (chat, {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+        (chat, {"messages": [{"role": "system", "content": text[:100]}] * (len(text) // 100 + 1)}),
+        (chat, {"messages": hello, "documents": [{"text": text}]}),
+        (chat, {"messages": hello, "tools": [tool]}),
+        (chat, {"messages": hello, "chat_template_kwargs": {"about": [text]}}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/responses", {"input": "x", "instructions": text}),
+        ("/v1/messages", {"messages": hello, "system": text, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": said}),
+        ("/tokenize", {"messages": said}),
     )
 
 
-def test_what_is_only_tokenized_or_told_as_text_is_bounded_like_a_prompt(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start_router(prefill=0, decode=0)
-    running.add("d", Role.DECODE, max_model_len=64)
-    running.wait_ready()
-    tokenizer = running.server.services.model.tokenizer
-    fits = running.client.post("/detokenize", json={"tokens": tokenizer.encode("x" * 40, special=False)})
-    assert fits.json() == {"prompt": "x" * 40}
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError("it was worked on")
-
-    for name in ("_encode_all", "decode", "first_unknown"):
-        monkeypatch.setattr(tokenizer, name, refuse)
-    text = "x" * (tokenizer.most_characters(64) + 1)
-    for path, body in (("/tokenize", {"prompt": text}), ("/detokenize", {"tokens": [5] * 65})):
-        answer = running.client.post(path, json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert answer.json()["error"]["param"] in body
+    model = router.server.services.model
+    monkeypatch.setattr(model.guard, "plain", refuse)
+    monkeypatch.setattr(model.tokenizer, "_encode_all", refuse)
+    most = model.tokenizer.most_characters(64)
+    for path, body in chats_with("<|start|>" * most):
+        message = router.ask(path, **body).json()["error"]["message"]
+        assert f"than the model's context of 64 tokens can hold; send at most {most}" in message, body.keys()
 
 
-def test_a_body_of_nothing_but_brackets(start_router: StartRouter) -> None:
-    running = start_router(prefill=0, decode=0)
-    body = b'{"model": "fake", "prompt": [' + b"[5]," * 200_000 + b"[5]]}"
-    answer = running.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+def test_a_body_of_nothing_but_brackets(router: RunningRouter) -> None:
+    body = b'{"model": "fake", "prompt": [' + b"[5]," * 100_000 + b"[5]]}"
+    answer = router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert "100000 objects and arrays" in answer.json()["error"]["message"]

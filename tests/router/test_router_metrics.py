@@ -64,20 +64,10 @@ def families(router: RunningRouter) -> list[Metric]:
     return list(text_string_to_metric_families(router.client.get("/metrics").text))
 
 
-def samples(router: RunningRouter, name: str) -> dict[str, float]:
-    """The samples of a metric, by the label that tells them apart (engine, node or another one)."""
-    return {
-        sample.labels.get("engine", sample.labels.get("le", "")): sample.value
-        for family in families(router)
-        for sample in family.samples
-        if sample.name == name
-    }
-
-
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
     """A router that has answered, with nodes that have a value for every metric."""
-    router = start_router()
+    router = keep_router()
     counters = NodeCounters(
         preemptions=2,
         prompt_tokens_looked_up=100,
@@ -99,16 +89,16 @@ def router(start_router: StartRouter) -> RunningRouter:
         pins_ended={"time": 1},
         encoder_fallbacks={"late": 1},
     )
-    router.nodes["d0"].set(
-        counters=counters,
-        status_fields={
-            "free_blocks": 250,
-            "tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7, given_up=3, left_out="it hangs")],
-        },
-    )
+    tier = TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7, given_up=3, left_out="it hangs")
+    router.nodes["d0"].set(counters=counters, status_fields={"free_blocks": 250, "tiers": [tier]})
     router.complete(max_tokens=4)
     router.wait_for(lambda: router.metric("tandem_node_preemptions_total", node="d0", role="decode") == 2, "told")
     return router
+
+
+@pytest.fixture
+def router(kept_router: RunningRouter) -> RunningRouter:
+    return kept_router  # as it is: its tests only look
 
 
 def test_a_dashboard_for_vllm_finds_its_figures(router: RunningRouter) -> None:
@@ -138,33 +128,26 @@ def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> Non
     assert {"peer_lost", "lease_expired"} <= {outcome for _, outcome, _ in outcomes} <= set(Outcome)
 
 
-def test_a_node_that_died_is_seen_as_down_and_missed_in_its_pool(start_router: StartRouter) -> None:
+def test_nodes_that_died_are_down_and_others_that_are_missed_are_not(start_router: StartRouter) -> None:
     router = start_router(decode=2)
+
+    def pool(role: str) -> dict[str, float]:
+        states = scraped(router, "tandem_pool_nodes").items()
+        return {state: count for (there, state), count in states if there == role and count}
+
+    router.nodes["d1"].set(state=NodeState.DRAINING)
+    router.wait_for(lambda: "d1" not in router.in_view(), "it drains")
+    assert ("d1", "decode") not in scraped(router, "tandem_node_up"), "or every rollout would look like a failure"
+    assert pool("decode")["ready"] == 1
     router.nodes.pop("d1").kill()
     router.announce(PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"}))
     assert scraped(router, "tandem_node_up") == {("p0", "prefill"): 1, ("d0", "decode"): 1, ("d1", "decode"): 0}
-    pools = scraped(router, "tandem_pool_nodes")
-    assert (pools["decode", "wanted"], pools["decode", "ready"]) == (2, 1)
-    assert (pools["prefill", "wanted"], pools["prefill", "ready"]) == (1, 1)
-    assert pools["encode", "ready"] == pools["aggregated", "ready"] == 0
-
-
-def test_a_node_that_is_left_out_counts_in_its_pool_and_is_not_down(start_router: StartRouter) -> None:
-    router = start_router()
+    assert (pool("decode")["wanted"], pool("decode")["ready"]) == (2, 1)
+    assert (pool("prefill")["wanted"], pool("prefill")["ready"]) == (1, 1)
+    assert "ready" not in pool("encode") | pool("aggregated")
     router.announce(PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"}))
-    pools = scraped(router, "tandem_pool_nodes")
-    states = {state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")}
-    assert states == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
+    assert pool("decode") == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
     assert ("d9", "decode") not in scraped(router, "tandem_node_up")
-
-
-def test_a_node_that_leaves_is_not_down(start_router: StartRouter) -> None:
-    """Otherwise every rollout would look like a failure."""
-    router = start_router(decode=2)
-    router.nodes["d1"].set(state=NodeState.DRAINING)
-    router.wait_for(lambda: "d1" not in router.in_view(), "it drains")
-    assert ("d1", "decode") not in scraped(router, "tandem_node_up")
-    assert scraped(router, "tandem_pool_nodes")["decode", "ready"] == 1
 
 
 def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
@@ -176,38 +159,35 @@ def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
     assert scraped(router, "tandem_router_healthy") == {(): 0}
 
 
-def test_a_tier_that_is_left_out_is_shown(router: RunningRouter) -> None:
+def test_engines_and_tiers_are_shown(router: RunningRouter) -> None:
+    engine = ("d0", "d0", "decode")  # its engine, its node and its role
+    for name, value in (
+        ("kv_cache_usage_perc", 0.75),
+        ("external_prefix_cache_queries_total", 36),
+        ("external_prefix_cache_hits_total", 20),
+        ("iteration_tokens_total_sum", 20),
+        ("iteration_tokens_total_count", 3),
+    ):
+        assert scraped(router, f"tandem_{name}")[engine] == value
+    assert list(scraped(router, "tandem_spec_decode_num_accepted_tokens_per_pos_total").values()) == [4, 2, 0]
     of_tier = {"node": "d0", "role": "decode", "tier": "cpu"}
     assert router.metric("tandem_node_tier_left_out", **of_tier) == 1
     assert router.metric("tandem_node_tier_given_up_total", **of_tier) == 3
 
 
-def test_engines_are_shown_as_vllm_shows_them(router: RunningRouter) -> None:
-    assert samples(router, "tandem_kv_cache_usage_perc")["d0"] == 0.75
-    assert samples(router, "tandem_external_prefix_cache_queries_total")["d0"] == 36
-    assert samples(router, "tandem_external_prefix_cache_hits_total")["d0"] == 20
-    assert samples(router, "tandem_iteration_tokens_total_sum")["d0"] == 20
-    assert samples(router, "tandem_iteration_tokens_total_count")["d0"] == 3
-    by_position = [
-        sample.value
-        for family in families(router)
-        for sample in family.samples
-        if sample.name == "tandem_spec_decode_num_accepted_tokens_per_pos_total"
-    ]
-    assert by_position == [4, 2, 0]
-
-
 def test_a_request_is_counted_by_its_tokens_and_choices(start_router: StartRouter) -> None:
     router = start_router()
     router.complete(max_tokens=8, n=3, ignore_eos=True)
-    assert router.metric("tandem_request_params_n_sum") == 3
-    assert router.metric("tandem_request_max_num_generation_tokens_sum") == 8
-    assert (
-        router.metric("tandem_request_generation_tokens_sum") == 24 == router.metric("tandem_generation_tokens_total")
-    )
+    for name, value in (
+        ("request_params_n_sum", 3),
+        ("request_max_num_generation_tokens_sum", 8),
+        ("request_generation_tokens_sum", 24),
+        ("generation_tokens_total", 24),
+        ("request_inference_time_seconds_count", 3),
+    ):
+        assert router.metric(f"tandem_{name}") == value
     assert router.metric("tandem_request_params_max_tokens_bucket", le="10.0") == 3
     assert router.metric("tandem_request_params_max_tokens_bucket", le="5.0") == 0
-    assert router.metric("tandem_request_inference_time_seconds_count") == 3
 
 
 def test_the_nodes_line_is_part_of_the_queue_and_no_part_of_the_prefill(start_router: StartRouter) -> None:
@@ -219,12 +199,6 @@ def test_the_nodes_line_is_part_of_the_queue_and_no_part_of_the_prefill(start_ro
     assert router.metric("tandem_router_queue_time_seconds_sum") < 5.0
     assert router.metric("tandem_request_prefill_time_seconds_sum") == 0.0
     assert router.metric("tandem_requests_preempted_total") == 1
-
-
-def test_what_is_rare_is_counted_from_nothing() -> None:
-    """Prometheus sees no increase in a series that begins at 1."""
-    metrics = RouterMetrics("m")
-    assert b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0' in metrics.render()
 
 
 def test_the_alerts_say_what_the_page_advises() -> None:
@@ -242,6 +216,9 @@ def test_the_alerts_say_what_the_page_advises() -> None:
 
 def test_every_cause_has_its_advice() -> None:
     assert {name for name, _ in parts_of(QUICK)} < set(ADVICE)
+    # Prometheus sees no increase in a series that begins at 1.
+    refused = b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0'
+    assert refused in RouterMetrics("m").render(), "what is rare is counted from nothing"
 
 
 def named(text: str) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -22,15 +21,8 @@ def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
         yield running
 
 
-def post(router: RunningRouter, path: str, **body: Any) -> Any:
-    answer = router.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
+def test_where_there_is_nothing_the_answer_says_what_there_is(router: RunningRouter) -> None:
+    for path, said in (
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/completions/", "did you mean /v1/completions?"),
@@ -42,17 +34,12 @@ def post(router: RunningRouter, path: str, **body: Any) -> Any:
         ("/server_info", "/cluster"),
         ("/v1/chat/completions/batch", "/v1/batches"),
         ("/sleep", "/admin/pause"),
-    ],
-)
-def test_where_there_is_nothing_the_answer_says_what_there_is(router: RunningRouter, path: str, said: str) -> None:
-    answer = router.client.post(router.url + path, json={})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-    assert said in answer.json()["error"]["message"]
-
-
-def test_a_path_like_no_other_is_only_named(router: RunningRouter) -> None:
-    message = router.client.get("/nowhere").json()["error"]["message"]
-    assert message == "there is nothing at /nowhere"
+    ):
+        answer = router.client.post(router.url + path, json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert said in answer.json()["error"]["message"]
+    like_no_other = router.client.get("/nowhere").json()["error"]["message"]
+    assert like_no_other == "there is nothing at /nowhere"
 
 
 def test_a_browser_is_sent_to_the_page_and_a_program_told_the_places(router: RunningRouter) -> None:
@@ -85,10 +72,8 @@ def test_an_operator_empties_the_caches_under_every_name(start_router: StartRout
     for key, status in ((None, 401), ("tenant-key", 403), ("ops-key", 200)):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         assert router.client.post(path, headers=headers).status_code == status
-    assert [action for action, _ in control.asked] == ["reset_prefix_cache"]
-    for key, status in (("tenant-key", 403), ("ops-key", 200)):
-        headers = {"authorization": f"Bearer {key}"}
         assert router.client.get("/tokenizer_info", headers=headers).status_code == status
+    assert [action for action, _ in control.asked] == ["reset_prefix_cache"]
 
 
 def test_the_page_to_try_it_has_a_form_for_everything_that_takes_a_body(router: RunningRouter) -> None:

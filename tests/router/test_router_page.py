@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,17 +31,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    router = start_router(prefill=1, decode=2)
-    router.nodes["d0"].set(
-        status_fields={
-            "free_blocks": 250,
-            "running": 3,
-            "waiting": 2,
-            "tiers": [TierStatus("cpu", 1, 4, 0, 0, 0, 0, 0)],
-        }
-    )
+def busy(start: StartRouter) -> RunningRouter:
+    """A router whose nodes have reported, and which has answered three requests."""
+    router = start(decode=2)
+    tiers = [TierStatus("cpu", 1, 4, 0, 0, 0, 0, 0)]
+    router.nodes["d0"].set(status_fields={"free_blocks": 250, "running": 3, "waiting": 2, "tiers": tiers})
 
     def reported() -> bool:
         member = router.server.services.pool.member("d0")
@@ -54,43 +49,62 @@ def router(start_router: StartRouter) -> RunningRouter:
     return router
 
 
+@pytest.fixture
+def router(start_router: StartRouter) -> RunningRouter:
+    return busy(start_router)
+
+
+@pytest.fixture(scope="module")
+def shown_router(keep_router: StartRouter) -> RunningRouter:
+    """For tests that only look."""
+    return busy(keep_router)
+
+
+def opened(browser: Browser, router: RunningRouter, **how: Any) -> None:
+    browser.open(f"{router.url}/ui", **how)
+    browser.until(DRAWN, "it is drawn")
+
+
 def shown(browser: Browser, css: str) -> str:
     return str(browser.run(f"document.querySelector({json.dumps(css)}).innerText"))
 
 
-def test_everything_is_there(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+def test_everything_is_there_and_has_a_name(browser: Browser, shown_router: RunningRouter) -> None:
+    opened(browser, shown_router)
     assert shown(browser, "#health") == "serving"
     assert "3 of 3 take requests" in shown(browser, "#nodes-note")
     assert browser.run("[...document.querySelectorAll('.pool b')].map(b => b.innerText)") == ["prefill", "decode"]
     row = browser.run("[...document.querySelectorAll('.grid-row')].map(r => r.innerText).find(t => t.startsWith('d0'))")
     assert "750 of 1000" in row
     assert "cpu 25.0 %" in row
-    assert browser.run("document.querySelectorAll('#lanes .lane').length") == 3
-    assert browser.run("document.querySelectorAll('#slow tr').length") == 3
-    assert browser.run("document.querySelectorAll('#past svg').length") == 2
+    for css, count in (("#lanes .lane", 3), ("#slow tr", 3), ("#past svg", 2)):
+        assert browser.run(f"document.querySelectorAll('{css}').length") == count
+    # A screen reader finds a name for everything that can be used.
+    found = browser.accessible()
+    assert {"button", "textbox", "combobox", "grid", "heading", "image", "status"} <= {role for role, _ in found}
+    usable = ("button", "textbox", "combobox", "grid", "image", "link", "columnheader")
+    assert not [role for role, name in found if role in usable and not name]
+    seen, name = browser.run(
+        "(lane => [lane.innerText, lane.getAttribute('aria-label')])(document.querySelector('#lanes .lane'))"
+    )
+    assert name.startswith(" ".join(seen.split())), "what a request is called begins with what is seen"
     assert not browser.complaints
 
 
 def test_what_happens_is_shown_while_it_happens(browser: Browser, router: RunningRouter) -> None:
-    for node in router.nodes.values():
-        node.set(pause_at=0)
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+    router.set(pause_at=0)
+    opened(browser, router)
     stream = router.stream(max_tokens=4)
     browser.until("document.querySelectorAll('#moving path').length === 1", "a transfer is under way")
     assert "p0 to d" in browser.run("document.querySelector('#moving svg').getAttribute('aria-label')")
-    for node in router.nodes.values():
-        node.resume()
+    router.set(pause_at=None)
     stream.rest()
     browser.until("document.querySelectorAll('#moving path').length === 0", "it is over")
     browser.until("document.querySelectorAll('#lanes .lane').length === 4", "the request is among the last ones")
 
 
-def test_a_request_opens_into_its_parts_and_its_trace(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+def test_requests_and_nodes_open_into_their_parts(browser: Browser, shown_router: RunningRouter) -> None:
+    opened(browser, shown_router)
     browser.run("document.querySelector('#lanes .lane').click()")
     browser.until("document.querySelector('#detail').innerText.includes('Every step, on one clock')", "its trace")
     text = shown(browser, "#detail")
@@ -99,11 +113,7 @@ def test_a_request_opens_into_its_parts_and_its_trace(browser: Browser, router: 
     assert re.search(r"^d\d \w+", text, re.MULTILINE), "the node's steps are there"
     browser.press("Escape")
     assert browser.run("document.querySelector('#detail').open") is False
-
-
-def test_nodes_are_reached_by_keys(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+    # Nodes are reached by keys.
     browser.run("document.querySelector('#rows').focus()")
     browser.press("ArrowDown")
     assert browser.run("document.querySelector('#rows').getAttribute('aria-activedescendant')") == "row-1"
@@ -114,20 +124,9 @@ def test_nodes_are_reached_by_keys(browser: Browser, router: RunningRouter) -> N
     assert browser.run("chosen") == 2
 
 
-def test_a_screen_reader_finds_a_name_for_everything_that_can_be_used(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
-    found = browser.accessible()
-    assert {"button", "textbox", "combobox", "grid", "heading", "image"} <= {role for role, _ in found}
-    usable = ("button", "textbox", "combobox", "grid", "image", "link", "columnheader")
-    assert not [role for role, name in found if role in usable and not name]
-    assert ("status", "") in found or any(role == "status" for role, _ in found)
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_texts_can_be_read_in_both_themes(browser: Browser, router: RunningRouter, theme: str) -> None:
-    browser.open(f"{router.url}/ui", dark=theme == "dark")
-    browser.until(DRAWN, "it is drawn")
+def test_texts_can_be_read_in_both_themes(browser: Browser, shown_router: RunningRouter, theme: str) -> None:
+    opened(browser, shown_router, dark=theme == "dark")
     colors = browser.run(
         "Object.fromEntries(['--card', '--bg', '--text', '--soft', '--good', '--bad', '--focus'].map(n => [n, color(n)]))"
     )
@@ -152,20 +151,29 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_thousand_nodes_are_no_more_elements_than_thirty(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+def test_advice_rates_and_a_thousand_nodes(browser: Browser, shown_router: RunningRouter) -> None:
+    opened(browser, shown_router)
     browser.run("document.querySelector('#pause').click()")
+    browser.run("state.slowest.forEach(one => one.excess = 2); drawSlow(); 0")
+    said = browser.run("[...document.querySelectorAll('.advice')].map(one => one.innerText)")
+    assert set(said) <= set(ADVICE.values()), "a cause comes with advice"
+    assert len(said) == 3
     few = browser.run("document.querySelectorAll('*').length")
     browser.run(
         "const all = Array.from({length: 1000}, (_, i) => ({...state.nodes[0], id: 'node-' + i, role: i % 4 ? 'decode' : 'prefill'}));"
         "measure({...state, nodes: all}); state.nodes = all; draw(); 0"
     )
-    assert browser.run("document.querySelectorAll('*').length") < few + 500
+    assert browser.run("document.querySelectorAll('*').length") < few + 500, "no more elements than for thirty"
     assert browser.run("document.querySelector('#rows').getAttribute('aria-rowcount')") == "1001"
     browser.run("document.querySelector('#rows').focus()")
     browser.press("End")
     assert browser.run("document.querySelector('#row-999').innerText.startsWith('node-999')")
+    # Nodes report once a second, in lumps: a rate is a mean of ten seconds.
+    rate = browser.run(
+        "(() => { seen = []; const node = state.nodes[0]; for (let i = 0; i <= 20; i++)"
+        " measure({now: 1e6 + i, nodes: [{...node, output: 100 * (i - i % 2)}]}); return rates.get(node.id).output; })()"
+    )
+    assert rate == 100
     assert not browser.complaints
 
 
@@ -193,8 +201,7 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     browser: Browser, router: RunningRouter
 ) -> None:
     """The cluster's door is played here: what the page asks of it, and what it does with the answers."""
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+    opened(browser, router)
     assert browser.run("document.querySelectorAll('#admin button').length") == 0
     browser.run(
         "window.asked = []; window.confirm = () => true; const through = window.fetch;"
@@ -261,8 +268,7 @@ def failing(router: RunningRouter) -> str:
 
 
 def test_what_went_wrong_comes_first(browser: Browser, router: RunningRouter, failing: str) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+    opened(browser, router)
     tiles = browser.run(
         "Object.fromEntries([...document.querySelectorAll('#trouble .tile')].map(one => "
         "[one.querySelector('dt').innerText, [one.querySelector('dd').innerText, one.classList.contains('bad')]]))"
@@ -291,20 +297,9 @@ def test_what_went_wrong_comes_first(browser: Browser, router: RunningRouter, fa
     assert not browser.complaints
 
 
-def test_a_cause_comes_with_advice(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
-    browser.run("document.querySelector('#pause').click()")
-    browser.run("state.slowest.forEach(one => one.excess = 2); drawSlow(); 0")
-    said = browser.run("[...document.querySelectorAll('.advice')].map(one => one.innerText)")
-    assert set(said) <= set(ADVICE.values())
-    assert len(said) == 3
-
-
 @pytest.mark.parametrize("width", [390, 1440])
 def test_it_fits_its_screen(browser: Browser, router: RunningRouter, failing: str, width: int) -> None:
-    browser.open(f"{router.url}/ui", width=width)
-    browser.until(DRAWN, "it is drawn")
+    opened(browser, router, width=width)
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run("rows.length") == 4, "it has something to show"
     assert "its process ended: killed" in shown(browser, "#wrong")
@@ -317,34 +312,12 @@ def test_it_fits_its_screen(browser: Browser, router: RunningRouter, failing: st
 
 
 def test_a_router_that_is_gone_is_said_so_and_nothing_looks_alive(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
+    opened(browser, router)
     browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); 0")
     browser.until("document.body.classList.contains('stale')", "it is grey")
     assert re.fullmatch(r"the router has not answered since \d+:\d\d:\d\d( [AP]M)?", shown(browser, "#health"))
     assert browser.run("document.title") == "✗ Tandem · fake"
     assert float(browser.run("getComputedStyle(document.querySelector('main')).opacity")) < 0.6
-
-
-def test_the_rate_is_a_mean_of_ten_seconds(browser: Browser, router: RunningRouter) -> None:
-    """The nodes report once a second, in lumps."""
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
-    browser.run("document.querySelector('#pause').click()")
-    rate = browser.run(
-        "(() => { seen = []; const node = state.nodes[0]; for (let i = 0; i <= 20; i++)"
-        " measure({now: 1e6 + i, nodes: [{...node, output: 100 * (i - i % 2)}]}); return rates.get(node.id).output; })()"
-    )
-    assert rate == 100
-
-
-def test_what_a_request_is_called_begins_with_what_is_seen(browser: Browser, router: RunningRouter) -> None:
-    browser.open(f"{router.url}/ui")
-    browser.until(DRAWN, "it is drawn")
-    seen, name = browser.run(
-        "(lane => [lane.innerText, lane.getAttribute('aria-label')])(document.querySelector('#lanes .lane'))"
-    )
-    assert name.startswith(" ".join(seen.split()))
 
 
 class DecidingControl:
@@ -381,14 +354,11 @@ def test_elsewhere_decisions_need_an_operators_key(start_router: StartRouter) ->
     assert answers == [403, 200]
 
 
-def test_it_asks_nothing_of_anyone_else(router: RunningRouter) -> None:
-    answer = router.client.get("/ui")
+def test_it_asks_nothing_of_anyone_else_and_is_told_little(shown_router: RunningRouter) -> None:
+    answer = shown_router.client.get("/ui")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#|data:)""", PAGE)
     assert not re.findall(r"https?://(?!www\.w3\.org/)", PAGE)
-
-
-def test_what_it_is_told_is_small(router: RunningRouter) -> None:
-    state = router.client.get("/ui/state").json()
+    state = shown_router.client.get("/ui/state").json()
     assert len(json.dumps(state["nodes"])) / len(state["nodes"]) < 250
     assert "epoch" not in json.dumps(state)

@@ -11,9 +11,9 @@ from tests.api.prompt_embeds.test_prompt_embeds import by_safetensors, by_torch,
 from tests.router.conftest import RunningRouter, StartRouter
 
 
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router(prefill=1, decode=1, prompt_embeds=True, limits=Limits(prompt_embeds_bytes=200_000))
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    return keep_router(prompt_embeds=True, limits=Limits(prompt_embeds_bytes=200_000))
 
 
 def ask(router: RunningRouter, given_embeds: Any, **fields: Any) -> Any:
@@ -52,32 +52,23 @@ def test_several_prompts_and_choices_keep_their_rows(router: RunningRouter) -> N
         assert submit.media == submit.embeds.features()
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": "and this"}, "prompt_embeds"),
-        ({"prompt": [5]}, "prompt_embeds"),
-        ({"echo": True}, "echo"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
-        ({"prompt_embeds": [by_torch(rows(2)), "x"]}, "prompt_embeds[1]"),
-        ({"prompt_embeds": []}, "prompt_embeds"),
-        ({"prompt_embeds": 5}, "prompt_embeds"),
-        ({"prompt_embeds": [by_torch(rows(1))] * 129}, "prompt"),
-        ({"max_tokens": 2040}, "max_tokens"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(
-    router: RunningRouter, fields: dict[str, Any], param: str
-) -> None:
-    answer = ask(router, **({"given_embeds": by_torch(rows(20))} | _renamed(fields)))
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+def test_what_does_not_go_together_is_refused_by_name(router: RunningRouter) -> None:
+    good = by_torch(rows(20))
+    for embeds, fields, param in (
+        (good, {"prompt": "and this"}, "prompt_embeds"),
+        (good, {"prompt": [5]}, "prompt_embeds"),
+        (good, {"echo": True}, "echo"),
+        (good, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (good, {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ([by_torch(rows(2)), "x"], {}, "prompt_embeds[1]"),
+        ([], {}, "prompt_embeds"),
+        (5, {}, "prompt_embeds"),
+        ([by_torch(rows(1))] * 129, {}, "prompt"),
+        (good, {"max_tokens": 2040}, "max_tokens"),
+    ):
+        answer = ask(router, embeds, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not router.nodes["d0"].submits
-
-
-def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"given_embeds" if name == "prompt_embeds" else name: value for name, value in fields.items()}
 
 
 def test_more_rows_than_the_context_are_too_long(router: RunningRouter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,57 +88,43 @@ def test_a_message_that_is_only_reasoning(
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 20}
 
 
-@pytest.mark.parametrize(
-    ("fields", "closed"),
-    [
+def test_a_request_turns_thinking_off(
+    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
+) -> None:
+    router = answering(start_router, thinking_folder, tokenizer, end_token, "<think>hm</think>so")
+    for fields, closed in (
         ({}, False),
         ({"enable_thinking": False}, True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, True),
         ({"reasoning_effort": "none"}, True),
         ({"reasoning_effort": "high"}, False),
         ({"reasoning_effort": "none", "enable_thinking": True}, False),
-    ],
-)
-def test_a_request_turns_thinking_off(
-    start_router: StartRouter,
-    thinking_folder: str,
-    tokenizer: Tokenizer,
-    end_token: int,
-    fields: dict[str, Any],
-    closed: bool,
-) -> None:
-    router = answering(start_router, thinking_folder, tokenizer, end_token, "<think>hm</think>so")
-    message = router.chat(**fields).json()["choices"][0]["message"]
-    prompt = tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
-    assert prompt.endswith("</think>\n\n") is closed
-    assert message["content"] == ("<think>hm</think>so" if closed else "so")
-
-
-def test_a_schema_waits_for_the_reasoning(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
-) -> None:
-    router = answering(start_router, thinking_folder, tokenizer, end_token, "<think>hm</think>{}")
-    for fields in ({}, {"enable_thinking": False}):
+    ):
+        message = router.chat(**fields).json()["choices"][0]["message"]
+        assert router.prompt.endswith("</think>\n\n") is closed
+        assert message["content"] == ("<think>hm</think>so" if closed else "so")
+    for fields in ({}, {"enable_thinking": False}):  # a schema waits for the reasoning
         answer = router.chat(response_format={"type": "json_object"}, **fields)
         assert answer.status_code == 200
         grammar = router.nodes["p0"].submits[-1].sampling.grammar or ""
         assert ("</think>" in grammar) is not bool(fields)
 
 
-@pytest.fixture
-def budget_router(thinking_folder: str, start_router: StartRouter) -> tuple[RunningRouter, LLTokenizer, dict[str, int]]:
+Budgeted = tuple[RunningRouter, LLTokenizer, dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def budgeted(thinking_folder: str, keep_router: StartRouter, tmp_path_factory: pytest.TempPathFactory) -> Budgeted:
     """A router whose model has tokens for the marks of its reasoning."""
-    file = Path(thinking_folder) / "tokenizer.json"
+    folder = Path(shutil.copytree(thinking_folder, tmp_path_factory.mktemp("budget") / "model"))
+    file = folder / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file))
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     backend.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in marks])
     backend.save(str(file))
     ids = {mark: backend.token_to_id(mark) for mark in (*marks, "<|end|>")}
-    return (  # type: ignore[return-value]
-        start_router(tokenizer_path=thinking_folder),
-        LLTokenizer(file.read_text(), eos_token=[ids["<|end|>"]]),
-        ids,
-    )
+    router = keep_router(tokenizer_path=str(folder))
+    return router, LLTokenizer(file.read_text(), eos_token=[ids["<|end|>"]]), ids  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +136,10 @@ def budget_router(thinking_folder: str, start_router: StartRouter) -> tuple[Runn
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
     ),
 )
-def test_reasoning_ends_when_its_budget_is_spent(
-    budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]], path: str, fields: dict[str, Any]
-) -> None:
-    router, backend, marks = budget_router
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 50, **fields}
-    assert router.client.post(path, json=body).status_code == 200
+def test_reasoning_ends_when_its_budget_is_spent(budgeted: Budgeted, path: str, fields: dict[str, Any]) -> None:
+    router, backend, marks = budgeted
+    hi = [{"role": "user", "content": "hi"}]
+    assert router.ask(path, messages=hi, max_tokens=50, **fields).status_code == 200
     grammar = router.nodes["p0"].submits[-1].sampling.grammar
 
     def taken(ids: list[int]) -> int:
@@ -168,10 +153,8 @@ def test_reasoning_ends_when_its_budget_is_spent(
     assert taken([*begin, letter, *end, letter, marks["<|end|>"]]) == 5, "it may end sooner"
 
 
-def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(
-    budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]],
-) -> None:
-    router, _, _ = budget_router
+def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(budgeted: Budgeted) -> None:
+    router, _, _ = budgeted
     for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"thinking_token_budget": 4000}):
         assert router.chat(max_tokens=4, **{"thinking_token_budget": 2, **fields}).status_code == 200
         assert router.nodes["p0"].submits[-1].sampling.grammar is None

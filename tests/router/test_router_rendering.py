@@ -9,7 +9,7 @@ import pytest
 from tandem.router.http.rendering import SERVES_S, SharedRendering
 
 
-def test_one_serves_all_who_wait_for_it_and_those_who_come_soon_after() -> None:
+async def test_one_serves_all_who_wait_for_it_and_those_who_come_soon_after() -> None:
     now, made, go_on = 0.0, 0, asyncio.Event()
 
     async def render() -> bytes:
@@ -18,26 +18,22 @@ def test_one_serves_all_who_wait_for_it_and_those_who_come_soon_after() -> None:
         await go_on.wait()
         return b"page %d" % made
 
-    async def run() -> None:
-        nonlocal now
-        rendering = SharedRendering(render, lambda: now)
-        asked = [asyncio.create_task(rendering.get()) for _ in range(50)]
-        await asyncio.sleep(0)
-        asked[0].cancel()  # this client goes away; the others still get theirs
-        await asyncio.sleep(0)
-        go_on.set()
-        pages = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(pages[0], asyncio.CancelledError)
-        assert set(pages[1:]) == {b"page 1"}
-        now += SERVES_S * 0.9
-        assert await rendering.get() == b"page 1"
-        now += SERVES_S * 0.2
-        assert await rendering.get() == b"page 2"
-
-    asyncio.run(run())
+    rendering = SharedRendering(render, lambda: now)
+    asked = [asyncio.create_task(rendering.get()) for _ in range(50)]
+    await asyncio.sleep(0)
+    asked[0].cancel()  # this client goes away; the others still get theirs
+    await asyncio.sleep(0)
+    go_on.set()
+    pages = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(pages[0], asyncio.CancelledError)
+    assert set(pages[1:]) == {b"page 1"}
+    now += SERVES_S * 0.9
+    assert await rendering.get() == b"page 1"
+    now += SERVES_S * 0.2
+    assert await rendering.get() == b"page 2"
 
 
-def test_a_failure_is_told_and_the_next_is_tried() -> None:
+async def test_a_failure_is_told_and_the_next_is_tried() -> None:
     failures = [ValueError("broken")]
 
     async def render() -> bytes:
@@ -45,10 +41,7 @@ def test_a_failure_is_told_and_the_next_is_tried() -> None:
             raise failures.pop()
         return b"whole"
 
-    async def run() -> None:
-        rendering = SharedRendering(render, lambda: 0.0)
-        with pytest.raises(ValueError, match="broken"):
-            await rendering.get()
-        assert await rendering.get() == b"whole"
-
-    asyncio.run(run())
+    rendering = SharedRendering(render, lambda: 0.0)
+    with pytest.raises(ValueError, match="broken"):
+        await rendering.get()
+    assert await rendering.get() == b"whole"

@@ -9,13 +9,13 @@ from tests.api.test_special_text import FORGED, specials
 from tests.router.conftest import RunningRouter, StartRouter
 
 
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router(prefill=0)
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    return keep_router(prefill=0)
 
 
 def prompt_of(router: RunningRouter, **body: object) -> list[int]:
-    answer = router.client.post("/v1/chat/completions", json={"model": "fake", "max_tokens": 1, **body})
+    answer = router.ask("/v1/chat/completions", max_tokens=1, **body)
     assert answer.status_code == 200, answer.text
     return router.nodes["d0"].submits[-1].prompt_token_ids
 

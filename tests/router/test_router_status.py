@@ -9,7 +9,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
-from tandem.router.config import RouterConfig
+from tandem.router.config import ApiKey, RouterConfig
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import NodeState, PoolReport, Role
 from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
@@ -19,11 +19,10 @@ from tests.wire.members import endpoint_at
 
 
 def test_cluster_shows_every_node(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=1)
-    router.nodes["p0"].set(
-        status_fields={"free_blocks": 70, "running": 3, "waiting": 2, "transfers": 1, "held_blocks": 9},
-        counters=NodeCounters(steps=5, transfers_finished={"sent": 4}),
-    )
+    router = start_router()
+    node = router.nodes["p0"]
+    shown = {"free_blocks": 70, "running": 3, "waiting": 2, "transfers": 1, "held_blocks": 9}
+    node.set(status_fields=shown, counters=NodeCounters(steps=5, transfers_finished={"sent": 4}))
 
     def reported() -> bool:
         member = router.server.services.pool.member("p0")
@@ -31,27 +30,28 @@ def test_cluster_shows_every_node(start_router: StartRouter) -> None:
 
     router.wait_for(reported, "the status is here")
     body = router.client.get("/cluster").json()
-    assert body["router"]["running"] == 0
-    assert body["router"]["queued"] == 0
-    assert body["router"]["policy"] == "least_wait"
+    about = {"running": 0, "queued": 0, "policy": "least_wait"}
+    assert {name: body["router"][name] for name in about} == about
     prefill, decode = body["nodes"]
-    assert (prefill["node_id"], prefill["role"], prefill["state"]) == ("p0", "prefill", "ready")
-    assert prefill["incarnation"] == router.nodes["p0"].info.incarnation
-    assert str(router.nodes["p0"].info.epoch) not in str(body)
-    assert prefill["free_blocks"] == 70
-    assert prefill["total_blocks"] == 1000
-    assert (prefill["running"], prefill["waiting"], prefill["transfers"], prefill["held_blocks"]) == (3, 2, 1, 9)
+    about = {
+        "node_id": "p0",
+        "role": "prefill",
+        "state": "ready",
+        "incarnation": node.info.incarnation,
+        "total_blocks": 1000,
+    }
+    assert {name: prefill[name] for name in (*about, *shown)} == about | shown
+    assert str(node.info.epoch) not in str(body)
     assert prefill["counters"]["steps"] == 5
     assert prefill["counters"]["transfers_finished"] == {"sent": 4}
     assert 0 <= prefill["status_age_s"] < 5
-    assert decode["role"] == "decode"
-    assert decode["unusable"] is None
+    assert (decode["role"], decode["unusable"]) == ("decode", None)
 
 
 def test_the_command_shows_pools_and_nodes_that_serve_no_more(
     start_router: StartRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = start_router(prefill=1, decode=1)
+    router = start_router()
     router.announce(
         PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 3, starting=1, left_out={"d9": "other weights"})
     )
@@ -67,7 +67,7 @@ def test_the_command_shows_pools_and_nodes_that_serve_no_more(
 
 
 def test_it_says_since_when_its_nodes_are_these(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=1)
+    router = start_router()
     pool = router.server.services.pool
     pool.nodes_since -= 100.0
     long_ago = pool.nodes_since
@@ -119,25 +119,32 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
         assert line in text, [found for found in text.splitlines() if found.startswith(name)]
 
 
-def test_a_clients_path_is_never_a_metrics_label(start_router: StartRouter) -> None:
-    router = start_router()
-    for index in range(5):
-        router.client.get(f"/random-{index}")
-    assert "random" not in router.client.get("/metrics").text
-    assert router.metric("tandem_http_requests_total", route="other", status="404") == 5
-
-
 def test_health_says_why_not(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=0)
-    answer = router.client.get("/health")
-    assert answer.status_code == 503
-    assert "no decode node" in answer.json()["reason"]
+    router = start_router(decode=0)
+
+    def why() -> str:
+        answer = router.client.get("/health")
+        assert answer.status_code == 503
+        return str(answer.json()["reason"])
+
+    assert "no decode node" in why()
     node = router.add("d0", Role.DECODE)
     router.wait_ready("d0")
     assert router.client.get("/health").status_code == 200
     node.set(state=NodeState.DRAINING)
     router.wait_for(lambda: "d0" not in router.in_view(), "it takes nothing new")
-    assert "d0: it is draining" in router.client.get("/health").json()["reason"]
+    assert "d0: it is draining" in why()
+    node.set(state=NodeState.READY)
+    router.wait_ready("d0")
+    tasks = router.server.services.tasks
+
+    async def die() -> None:
+        raise ValueError("broken")
+
+    router.look(lambda: tasks.keep("doomed", die))
+    router.wait_for(lambda: "doomed" in tasks.down, "given up")
+    assert tasks.restarts["doomed"] == 5
+    assert "doomed" in why()
 
 
 @pytest.mark.parametrize(
@@ -176,73 +183,44 @@ def test_a_node_elsewhere_that_cannot_answer_is_said(
     assert "which it cannot reach" in caplog.text
 
 
-def test_a_request_id_is_kept_or_made(start_router: StartRouter) -> None:
+def test_a_request_id_is_kept_or_made_and_no_path_is_a_label_or_forges_a_line(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
     router = start_router()
     given = router.client.get("/health", headers={"x-request-id": "mine-1.2:3"})
     assert given.headers["x-request-id"] == "mine-1.2:3"
     for bad in ("with space", "a" * 200, 'q"uote'):
         made = router.client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]
         assert re.fullmatch(r"[0-9a-f]{32}", made)
-
-
-def test_a_path_cannot_forge_a_line_of_the_log(start_router: StartRouter, caplog: pytest.LogCaptureFixture) -> None:
-    router = start_router()
     with caplog.at_level("INFO", logger="router.access"):
-        router.client.get("/x%0Aforged")
+        for index in range(5):
+            router.client.get(f"/random-{index}%0Aforged")
         router.wait_for(lambda: bool(caplog.records), "logged")
     assert "\n" not in caplog.records[0].getMessage()
+    assert "random" not in router.client.get("/metrics").text
+    assert router.metric("tandem_http_requests_total", route="other", status="404") == 5
 
 
-def test_tokenize_and_detokenize_are_each_others_inverse(start_router: StartRouter) -> None:
-    router = start_router()
+def test_tokenize_and_detokenize_are_each_others_inverse(router: RunningRouter) -> None:
     text = "naïve 😀 fox"
-    tokens = router.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    tokens = router.ask("/tokenize", prompt=text, return_token_strs=True).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert tokens["max_model_len"] == 2048
-    assert router.client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
-    chat = router.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    shown = router.client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    assert router.ask("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": text}
+    chat = router.ask("/tokenize", messages=[{"role": "user", "content": "hi"}]).json()
+    shown = router.ask("/detokenize", tokens=chat["tokens"]).json()["prompt"]
     assert shown == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
 
 
-def test_a_task_that_keeps_dying_makes_it_unhealthy(start_router: StartRouter) -> None:
-    router = start_router()
-    tasks = router.server.services.tasks
-
-    async def die() -> None:
-        raise ValueError("broken")
-
-    router.look(lambda: tasks.keep("doomed", die))
-    router.wait_for(lambda: "doomed" in tasks.down, "given up")
-    assert tasks.restarts["doomed"] == 5
-    answer = router.client.get("/health")
-    assert answer.status_code == 503
-    assert "doomed" in answer.json()["reason"]
-
-
-def test_a_taken_port_is_said_before_anything_is_loaded(running_port: int) -> None:
-    import asyncio
-
-    config = RouterConfig(tokenizer_path="/nonexistent", model_name="fake", port=running_port)
-
-    async def start() -> None:
-        await RouterServer(config).start()
-
-    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{running_port}"):
-        asyncio.run(start())
-
-
-@pytest.fixture
-def running_port(start_router: StartRouter) -> int:
-    router: RunningRouter = start_router(prefill=0, decode=0)
-    port = httpx.URL(router.url).port
+async def test_a_taken_port_is_said_before_anything_is_loaded(kept_router: RunningRouter) -> None:
+    port = httpx.URL(kept_router.url).port
     assert port is not None
-    return port
+    config = RouterConfig(tokenizer_path="/nonexistent", model_name="fake", port=port)
+    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await RouterServer(config).start()
 
 
 def test_web_pages_may_ask_only_where_it_is_allowed(start_router: StartRouter) -> None:
-    from tandem.router.config import ApiKey
-
     asked = {"origin": "https://ours", "access-control-request-method": "POST"}
     closed = start_router()
     assert "access-control-allow-origin" not in closed.client.get("/health", headers={"origin": "https://ours"}).headers

@@ -49,11 +49,6 @@ class Follows:
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router()
-
-
-@pytest.fixture
 def follows(router: RunningRouter, model_folder: str) -> Follows:
     return Follows(router, model_folder)
 
@@ -68,18 +63,19 @@ def test_a_schema_reaches_both_nodes_as_the_same_grammar(router: RunningRouter, 
     assert not follows("Bob is 7.")
 
 
-def test_white_space_is_bounded(router: RunningRouter, follows: Follows) -> None:
+def test_white_space_is_bounded_and_no_client_sets_the_grammar_librarys_options(
+    router: RunningRouter, follows: Follows
+) -> None:
     router.chat(response_format={"type": "json_object"}, max_tokens=3)
     assert follows('{"a":' + " " * 40 + "1}")
     assert not follows('{"a":' + " " * 41 + "1}")
-
-
-def test_a_client_does_not_set_the_grammar_librarys_options(router: RunningRouter, follows: Follows) -> None:
     own = {**PERSON, "x-guidance": {"lenient": True, "whitespace_pattern": "x*"}}
     router.chat(response_format=format_of(own), max_tokens=3)
     assert not follows('{xx"name":"Bob","age":7}')
-    refused = router.chat(response_format=format_of({**own, "not": {}}))
-    assert refused.status_code == 400
+    assert router.chat(response_format=format_of({**own, "not": {}})).status_code == 400
+    for fields in ({}, {"response_format": {"type": "text"}}):
+        router.chat(max_tokens=3, **fields)
+        assert follows.grammars == {None}
 
 
 @pytest.mark.parametrize(
@@ -95,13 +91,6 @@ def test_other_forms(router: RunningRouter, follows: Follows, wanted: dict[str, 
     assert router.complete(structured_outputs=wanted, max_tokens=3).status_code == 200
     assert follows(good)
     assert not follows(bad)
-
-
-def test_without_one_there_is_none(router: RunningRouter, follows: Follows) -> None:
-    router.chat(max_tokens=3)
-    assert follows.grammars == {None}
-    router.chat(response_format={"type": "text"}, max_tokens=3)
-    assert follows.grammars == {None}
 
 
 def test_what_is_wrong_with_a_schema_is_said(router: RunningRouter) -> None:

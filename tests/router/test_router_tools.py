@@ -65,7 +65,7 @@ def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
 ) -> None:
     script = tokenizer.encode(HERMES + "\n" + HERMES, special=False)
     router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
-    for length in range(6, len(script), 17):
+    for length in range(6, len(script), 29):
         asked = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": length}
         whole = router.chat(**asked).json()["choices"][0]
         assert whole["finish_reason"] == "length"

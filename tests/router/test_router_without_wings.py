@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.api import wings
@@ -33,27 +35,20 @@ def test_calls_and_reasoning_are_text(
         assert "completion_tokens_details" not in answer["usage"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_what_needs_them_is_refused(start_router: StartRouter) -> None:
+    router = start_router(prompt_embeds=True)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}
+    for fields, param in (
         ({"tools": [WEATHER]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]}, "messages[0].content[0]"),
-    ],
-)  # fmt: skip
-def test_what_needs_them_is_refused(start_router: StartRouter, fields: dict[str, object], param: str) -> None:
-    answer = start_router().client.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], **fields}
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
-def test_tensors_are_refused(start_router: StartRouter) -> None:
-    answer = start_router(prompt_embeds=True).client.post("/v1/completions", json={"prompt_embeds": "AAAA"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "prompt_embeds"
+        ({"messages": [image]}, "messages[0].content[0]"),
+    ):
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        answer = router.ask("/v1/chat/completions", **asked)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = router.ask("/v1/completions", prompt_embeds="AAAA")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_embeds")
 
 
 @pytest.mark.parametrize("settings", [{"tool_format": ToolFormat.HERMES}, {"reasoning_format": ReasoningName.THINK}])

@@ -138,7 +138,15 @@ def test_calls_are_read_however_they_are_cut(name: ToolFormat) -> None:
     assert whole[0] == ""
     for at in range(1, len(text)):
         assert joined(pieces_of(name, text, [at])) == whole, text[:at]
-    assert joined(pieces_of(name, text, range(1, len(text)))) == whole
+    reader, pieces, came = reader_of(name), list[Piece](), list[int]()
+    for at, letter in enumerate(text):
+        told = reader.push(letter)
+        pieces += told
+        if any(isinstance(piece, Arguments) for piece in told):
+            came.append(at)
+    assert joined(pieces + reader.finish()) == whole
+    assert text.index("weather") < came[0] < text.index("62.5"), "arguments come while they are written"
+    assert len(came) > 4
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -157,14 +165,15 @@ def test_an_answer_that_is_cut_anywhere_shows_no_mark_of_a_call(name: ToolFormat
         left = free[0].strip()
         assert len(left) < 3 or left[0] in opening or left.isalnum(), (written, free[0])
         assert not (free[2] and left), (written, free[0])
-        if end % 3 == 0:  # letter by letter
+        if end % 7 == 0:  # letter by letter
             assert joined(pieces_of(name, written, range(1, end), cut=True)) == free, written
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+WHOLE_ANSWERS = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC, ToolFormat.HARMONY)  # their calls are the whole answer
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in WHOLE_ANSWERS])
 def test_text_before_a_call_that_is_cut_off_stays(name: ToolFormat) -> None:
-    if name in (ToolFormat.LLAMA3, ToolFormat.PYTHONIC, ToolFormat.HARMONY):
-        return  # their calls are the whole answer
     text = WRITTEN[name]
     for end in range(3, len(text)):
         said = joined(pieces_of(name, "I look. " + text[:end], cut=True))[0].strip()
@@ -172,36 +181,21 @@ def test_text_before_a_call_that_is_cut_off_stays(name: ToolFormat) -> None:
         assert said == "I look." or text[:end].isalnum()
 
 
-@pytest.mark.parametrize(
-    "text", ["if a <", "2 < 3", "<b>bold", "<tool_call> is what a model writes before a call", '{"name": "Bob']
-)
-def test_other_text_that_is_cut_off_stays(text: str) -> None:
-    for name in (ToolFormat.HERMES, ToolFormat.LLAMA3):
-        assert joined(pieces_of(name, text, cut=True))[0] == text
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_calls_arguments_come_while_they_are_written(name: ToolFormat) -> None:
-    text = WRITTEN[name]
-    reader = reader_of(name)
-    came: list[int] = []
-    for at, letter in enumerate(text):
-        if any(isinstance(piece, Arguments) for piece in reader.push(letter)):
-            came.append(at)
-    assert text.index("weather") < came[0] < text.index("62.5")
-    assert len(came) > 4
+def test_other_text_that_is_cut_off_stays() -> None:
+    a_mark = "<tool_call> is what a model writes before a call"
+    for text in ("if a <", "2 < 3", "<b>bold", a_mark, '{"name": "Bob'):
+        for name in (ToolFormat.HERMES, ToolFormat.LLAMA3):
+            assert joined(pieces_of(name, text, cut=True))[0] == text
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_text_around_calls_stays(name: ToolFormat) -> None:
-    opens = name is not ToolFormat.HARMONY and CALLS[name].opening is not None
     written = WRITTEN[name]
-    if opens:
-        written = CALLS[name].begins[0] + written
     if name is ToolFormat.HARMONY:
         written = "<|channel|>commentary<|message|>I look. <|end|><|start|>assistant" + written
     else:
-        written = "\n\nI look. " + written
+        mark = CALLS[name].begins[0] if CALLS[name].opening is not None else ""
+        written = f"\n\nI look. {mark}{written}"
     text, _, _ = joined(pieces_of(name, written))
     assert text.strip() == "I look."
     assert calls_of(pieces_of(name, written)) == expected_of(name)
@@ -216,9 +210,8 @@ def test_what_is_no_call_is_text_as_it_was_written(name: ToolFormat) -> None:
             assert joined(pieces_of(name, said, cuts)) == (said, "", [])
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=30)
-@given(data=st.data())
+@settings(max_examples=150)
+@given(name=st.sampled_from(list(WRITTEN)), data=st.data())
 def test_nothing_that_a_model_writes_breaks_a_reader(name: ToolFormat, data: st.DataObject) -> None:
     """Fragments of calls in any order are read the same, however the text is cut."""
     text = WRITTEN[name]
@@ -262,15 +255,9 @@ def enforced_text(name: ToolFormat) -> str:
     return WRITTEN[name].replace("functions.now:1", "functions.now:0")
 
 
-@pytest.fixture(params=[False, True], ids=["spelt", "special"])
-def special(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
+@pytest.mark.parametrize("special", [False, True], ids=["spelt", "special"])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_calls_that_are_required_are_written_in_the_models_own_format(
-    name: ToolFormat, special: bool, model_folder: str
-) -> None:
+def test_calls_are_written_in_the_models_own_format(name: ToolFormat, special: bool, model_folder: str) -> None:
     enforced, text = EnforcedFormat(name, model_folder, special=special), enforced_text(name)
     assert enforced.follows(text)
     assert calls_of(pieces_of(name, text)) == expected_of(name)
@@ -279,11 +266,7 @@ def test_calls_that_are_required_are_written_in_the_models_own_format(
     assert not enforced.follows(text.replace("2", '"two"').replace("6", "two"))
     if name is not ToolFormat.HARMONY:
         assert not enforced.follows(text, once=True)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_text_may_come_before_strict_calls(name: ToolFormat, special: bool, model_folder: str) -> None:
-    enforced, text = EnforcedFormat(name, model_folder, special=special), enforced_text(name)
-    assert enforced.follows(text, must=False)
-    assert enforced.follows("It will rain.", must=False)
-    assert not enforced.follows(text.replace("weather", "whether"), must=False)
+        # Text may come before calls that are not required.
+        assert enforced.follows(text, must=False)
+        assert enforced.follows("It will rain.", must=False)
+        assert not enforced.follows(text.replace("weather", "whether"), must=False)

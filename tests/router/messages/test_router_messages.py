@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.router.config import ApiKey
+from tandem.router.config import ApiKey, Heartbeat
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.small_model import HERMES, PARIS, THOUGHT
@@ -32,15 +30,11 @@ def client_of(router: RunningRouter, key: str = "unused") -> anthropic.Anthropic
     return found
 
 
-@pytest.fixture
-def router(start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
-    return start_router(rule=scripted(script), tokenizer_path=thinking_folder)
-
-
-def prompt_of(router: RunningRouter) -> str:
-    tokenizer = router.server.services.model.tokenizer
-    return tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+    patient = Heartbeat(ping_interval=0.1, silence=5)  # the client's import holds everything up
+    return keep_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
 
 
 def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> None:
@@ -63,51 +57,49 @@ def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> Non
     said: Any = [result, {"type": "text", "text": "and now?"}]
     messages: Any = [*ASK, {"role": "assistant", "content": answer.content}, {"role": "user", "content": said}]
     client.messages.create(model="fake", max_tokens=500, messages=messages, tools=[WEATHER])
-    prompt = prompt_of(router)
+    prompt = router.prompt
     assert '"name": "weather", "arguments": {"city": "Paris"}' in prompt
     assert prompt.index("<tool_response>\nrain") < prompt.index("and now?")
 
-
-def test_a_stream_is_the_whole_answer_in_events(router: RunningRouter) -> None:
-    client = client_of(router)
-    options: Any = {"model": "fake", "max_tokens": 500, "messages": ASK, "tools": [WEATHER]}
-    whole = client.messages.create(**options)
-    with client.messages.stream(**options) as stream:
+    # A stream is the whole answer in events.
+    options: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "system": "Be brief."}
+    with client.messages.stream(**options, max_tokens=500) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
 
     def without_ids(message: Any) -> list[dict[str, Any]]:
         return [{**block.model_dump(), "id": None} for block in message.content]
 
-    assert without_ids(final) == without_ids(whole)
-    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    assert kinds[0] == "message_start"
-    assert kinds[-1] == "message_stop"
+    assert without_ids(final) == without_ids(answer)
+    assert (final.stop_reason, final.usage.output_tokens) == (answer.stop_reason, answer.usage.output_tokens)
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
 
+    # Tokens are counted without an answer.
+    asked = len(router.nodes["p0"].submits)
+    counted = client.messages.count_tokens(**options).input_tokens
+    assert router.ask("/v1/messages/count_tokens", **options).json()["input_tokens"] == counted
+    assert counted == len(router.nodes["p0"].submits[-1].prompt_token_ids)
+    assert len(router.nodes["p0"].submits) == asked
 
-@pytest.mark.parametrize(
-    ("choice", "fields"),
-    [
-        ({"type": "any"}, {"tool_choice": "required"}),
-        ({"type": "tool", "name": "weather"}, {"tool_choice": "required"}),
-        ({"type": "none"}, {}),
-        ({"type": "auto"}, {}),
-    ],
-)
-def test_tool_choices(router: RunningRouter, choice: dict[str, Any], fields: dict[str, Any]) -> None:
-    body = {"max_tokens": 5, "messages": ASK, "tools": [WEATHER], "tool_choice": choice}
-    assert router.client.post("/v1/messages", json=body).status_code == 200
-    grammar = router.nodes["p0"].submits[-1].sampling.grammar
-    assert (grammar is not None) is bool(fields)
-    assert ("weather somewhere" in prompt_of(router)) is (choice["type"] != "none")
+
+def test_tool_choices(router: RunningRouter) -> None:
+    for choice, must in (
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "weather"}, True),
+        ({"type": "none"}, False),
+        ({"type": "auto"}, False),
+    ):
+        asked = router.ask("/v1/messages", max_tokens=5, messages=ASK, tools=[WEATHER], tool_choice=choice)
+        assert asked.status_code == 200
+        assert (router.nodes["p0"].submits[-1].sampling.grammar is not None) is must
+        assert ("weather somewhere" in router.prompt) is (choice["type"] != "none")
 
 
 def test_thinking_is_turned_off(router: RunningRouter) -> None:
     for thinking, closed in (({"type": "disabled"}, True), ({"type": "enabled", "budget_tokens": 1024}, False)):
-        body = {"max_tokens": 5, "messages": ASK, "thinking": thinking}
-        assert router.client.post("/v1/messages", json=body).status_code == 200
-        assert prompt_of(router).endswith("</think>\n\n") is closed
+        assert router.ask("/v1/messages", max_tokens=5, messages=ASK, thinking=thinking).status_code == 200
+        assert router.prompt.endswith("</think>\n\n") is closed
 
 
 def test_how_an_answer_ends(start_router: StartRouter, tokenizer: Tokenizer, end_token: int) -> None:
@@ -124,23 +116,11 @@ def test_how_an_answer_ends(start_router: StartRouter, tokenizer: Tokenizer, end
             assert answer["content"] == [{"type": "text", "text": text}]
     begun = [*ASK, {"role": "assistant", "content": "It will"}]
     assert router.client.post("/v1/messages", json=body | {"messages": begun}).status_code == 200
-    assert prompt_of(router).endswith("It will")
+    assert router.prompt.endswith("It will")
 
 
-def test_tokens_are_counted_without_an_answer(router: RunningRouter) -> None:
-    client = client_of(router)
-    options: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "system": "Be brief."}
-    counted = client.messages.count_tokens(**options).input_tokens
-    asked = router.client.post("/v1/messages/count_tokens", json=options)
-    assert asked.json()["input_tokens"] == counted
-    client.messages.create(**options, max_tokens=5)
-    assert counted == len(router.nodes["p0"].submits[-1].prompt_token_ids)
-    assert len(router.nodes["p0"].submits) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
+def test_a_refusal_has_anthropics_form(router: RunningRouter) -> None:
+    for fields, said in (
         ({"max_tokens": ...}, "max_tokens: is required"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
@@ -150,16 +130,14 @@ def test_tokens_are_counted_without_an_answer(router: RunningRouter) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"model": "another"}, "does not exist"),
-    ],
-)
-def test_a_refusal_has_anthropics_form(router: RunningRouter, fields: dict[str, Any], said: str) -> None:
-    body = {"max_tokens": 5, "messages": ASK} | fields
-    answer = router.client.post("/v1/messages", json={k: v for k, v in body.items() if v is not ...})
-    assert answer.status_code in (400, 404)
-    error = answer.json()
-    assert error["type"] == "error"
-    assert error["error"]["type"] in ("invalid_request_error", "not_found_error")
-    assert said in error["error"]["message"]
+    ):
+        body: dict[str, Any] = {"max_tokens": 5, "messages": ASK, **fields}
+        answer = router.ask("/v1/messages", **{name: value for name, value in body.items() if value is not ...})
+        assert answer.status_code in (400, 404)
+        error = answer.json()
+        assert error["type"] == "error"
+        assert error["error"]["type"] in ("invalid_request_error", "not_found_error")
+        assert said in error["error"]["message"]
 
 
 def test_what_other_clients_send_besides_is_ignored(router: RunningRouter) -> None:
@@ -176,7 +154,7 @@ def test_what_other_clients_send_besides_is_ignored(router: RunningRouter) -> No
     answer = router.client.post("/v1/messages?beta=true", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-tandem-ignored-fields"] == "context_management,anthropic_beta"
-    assert "Be brief." in prompt_of(router)
+    assert "Be brief." in router.prompt
 
 
 def test_anthropics_header_carries_the_key(start_router: StartRouter) -> None:
@@ -188,10 +166,8 @@ def test_anthropics_header_carries_the_key(start_router: StartRouter) -> None:
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
-def test_a_call_that_was_cut_off_is_told(router: RunningRouter, tmp_path: Path) -> None:
+def test_a_call_that_was_cut_off_is_told(router: RunningRouter) -> None:
     length = len(router.server.services.model.tokenizer.encode(TEXT, special=False))
-    answer = router.client.post(
-        "/v1/messages", json={"max_tokens": length - 20, "messages": ASK, "tools": [WEATHER]}
-    ).json()
+    answer = router.ask("/v1/messages", max_tokens=length - 20, messages=ASK, tools=[WEATHER]).json()
     assert answer["stop_reason"] == "max_tokens"
-    assert json.dumps(answer["content"])
+    assert answer["content"]

@@ -78,12 +78,12 @@ def ask_many(router: RunningRouter, count: int) -> None:
 
 def test_connections_are_shared_evenly(pair: Pair) -> None:
     first, second = pair
-    clients = [first.new_client() for _ in range(20)]
+    clients = [first.new_client() for _ in range(16)]
     for client in clients:
         assert client.get("/health").status_code == 200
     counts = first.connections(), second.connections()
-    assert sum(counts) == 20
-    assert min(counts) >= 6, "one that is stopped for a moment keeps none waiting, so they need not be equal"
+    assert sum(counts) == 16
+    assert min(counts) >= 4, "one that is stopped for a moment keeps none waiting, so they need not be equal"
     for client in clients:
         client.close()
 
@@ -118,7 +118,7 @@ def test_whichever_is_asked_tells_the_figures_of_both(pair: Pair, monkeypatch: p
     first, _ = pair
     ask_many(first, 10)
     assert all(one.metric("tandem_prompt_tokens_total") > 0 for one in pair), "both had requests"
-    for _ in range(6):
+    for _ in range(4):
         text = on_new_connection(first, "/metrics").text
         assert sample(text, "tandem_request_success_total") == 10
         assert sample(text, "tandem_router_process_up") == 2
@@ -167,8 +167,7 @@ def test_one_that_does_not_answer_is_named_and_not_waited_for(pair: Pair, monkey
 def test_load_cluster_and_the_page_add_up(pair: Pair) -> None:
     first, _ = pair
     ask_many(first, 6)
-    for node in first.nodes.values():
-        node.set(pause_at=1)
+    first.set(pause_at=1)
     streams = [first.stream(max_tokens=5) for _ in range(4)]
     for stream in streams:
         assert stream.read_header() == 200
@@ -181,8 +180,7 @@ def test_load_cluster_and_the_page_add_up(pair: Pair) -> None:
     assert sum(moment["ended"] for moment in page["moments"]) == 6
     assert len(page["latest"]) == 6
     assert len(page["nodes"]) == len(first.nodes)
-    for node in first.nodes.values():
-        node.resume()
+    first.set(pause_at=None)
     for stream in streams:
         stream.text()
 
@@ -263,8 +261,7 @@ def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
             assert tenant is not None
             router.wait_for(lambda tenant=tenant: tenant.running_everywhere == running, f"{running} run")  # type: ignore[misc]
 
-    for node in first.nodes.values():
-        node.set(pause_at=1)
+    first.set(pause_at=1)
     headers = {"authorization": "Bearer secret"}
     streams = []
     for number in range(2):
@@ -275,10 +272,8 @@ def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
         both_count(number + 1)
     for _ in range(4):
         with first.new_client() as client:
-            refused = client.post("/v1/completions", json=BODY, headers=headers)
-            assert refused.status_code == 429
-    for node in first.nodes.values():
-        node.resume()
+            assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 429
+    first.set(pause_at=None)
     for stream in streams:
         stream.text()
     both_count(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -25,11 +25,7 @@ from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 
 LONG = "the quick brown fox jumps over the lazy dog and goes on. " * 12
-
-
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router()
+HI = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
 
 @pytest.fixture
@@ -40,11 +36,22 @@ def client(router: RunningRouter) -> Iterator[RealtimeClient]:
         yield made
 
 
+def ask(client: RealtimeClient, *texts: str, **response: Any) -> None:
+    """Says these pieces of a text, if any, and asks for a response."""
+    for text in texts:
+        client.say("input_text_buffer.append", text=text)
+    if texts:
+        client.say("input_text_buffer.commit")
+    client.say("response.create", response=response)
+
+
+def is_read_ahead(router: RunningRouter) -> None:
+    readers = [node for node in router.nodes.values() if node.role == "prefill"]
+    router.wait_for(lambda: any(node.submits for node in readers), "the beginning of the prompt")
+
+
 def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: RealtimeClient) -> None:
-    client.say("input_text_buffer.append", text="h")
-    client.say("input_text_buffer.append", text="i")
-    client.say("input_text_buffer.commit")
-    client.say("response.create", response={"seed": 3, "max_output_tokens": 5, "temperature": 1.0})
+    ask(client, "h", "i", seed=3, max_output_tokens=5, temperature=1.0)
     done = client.hear("response.output_text.done")
     chat = router.chat("hi", seed=3, max_tokens=5, temperature=1.0).json()
     assert done["text"] == chat["choices"][0]["message"]["content"]
@@ -52,16 +59,14 @@ def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: RealtimeCl
 
 
 def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRouter, client: RealtimeClient) -> None:
-    prefill = next(node for node in router.nodes.values() if node.role == "prefill")
     client.say("input_text_buffer.append", text=LONG)
-    prefill.wait_until(lambda: bool(prefill.submits), "the beginning of the prompt")
-    ahead = prefill.submits[0]
-    assert ahead.transfer is None
-    assert ahead.sampling.max_tokens == 1
+    is_read_ahead(router)
+    ahead = router.nodes["p0"].submits[0]
+    assert (ahead.transfer, ahead.sampling.max_tokens) == (None, 1)
     client.say("input_text_buffer.commit")
-    client.say("response.create", response={"max_output_tokens": 3})
+    ask(client, max_output_tokens=3)
     client.hear("response.done")
-    whole = next(submit for submit in prefill.submits if submit.transfer is not None)
+    whole = next(submit for submit in router.nodes["p0"].submits if submit.transfer is not None)
     assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
 
 
@@ -71,9 +76,7 @@ def test_tokens_without_text_hide_none_behind_them(start_router: StartRouter, to
     node.set(pause_at=0)
     silent, said = tokenizer.encode("<|start|>", special=False), tokenizer.encode("fox", special=False)
     with closing(RealtimeClient(router.url)) as client:
-        client.say("input_text_buffer.append", text="hi")
-        client.say("input_text_buffer.commit")
-        client.say("response.create", response={"max_output_tokens": 1000})
+        ask(client, "hi", max_output_tokens=1000)
         node.wait_until(lambda: bool(node.submits), "it runs")
         node.say(node.submits[0], 0, [*silent * (2 * PIECE_TOKENS), *said], FinishReason.STOP)
         assert client.hear("response.output_text.done")["text"] == "fox"
@@ -84,26 +87,21 @@ def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(start_rout
     router = start_router(prefill=prefills)
     with closing(RealtimeClient(router.url)) as client:
         client.say("input_text_buffer.append", text=LONG)
-        readers = [node for node in router.nodes.values() if node.role == "prefill"]
-        router.wait_for(lambda: any(node.submits for node in readers), "the beginning of the prompt")
-        reader = next(node for node in readers if node.submits)
+        is_read_ahead(router)
+        reader = next(node for node in router.nodes.values() if node.submits)
         router.remove(reader.info.node_id).kill()
-        client.say("input_text_buffer.append", text=LONG)
-        client.say("input_text_buffer.commit")
-        client.say("response.create", response={"max_output_tokens": 4, "seed": 3})
+        ask(client, LONG, max_output_tokens=4, seed=3)
         text = client.hear("response.output_text.done")["text"]
     chat = router.chat(LONG + LONG, seed=3, max_tokens=4).json()
     assert text == chat["choices"][0]["message"]["content"]
 
 
 def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), limits=Limits(inflight_per_node=8))
-    router.remove("d0").kill()
+    router = start_router(prefill=0, decode=0, timeouts=Timeouts(slow_reader=0.2)).with_small_buffers()
     node = router.add("d0", Role.DECODE, max_model_len=400_000)
     router.wait_ready()
     with closing(RealtimeClient(router.url, receive_buffer=4096)) as client:
-        item = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
-        client.say("conversation.item.create", item=item)
+        client.say("conversation.item.create", item=HI)
         client.say("response.create", response={"max_output_tokens": 300_000})
         node.wait_until(lambda: bool(node.submits), "it runs")
         router.wait_for(router.idle, "cut off, and nothing is left of it", 25)
@@ -117,9 +115,7 @@ def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> 
     traces = router.wing(tracing.TraceWing).traces
     with closing(RealtimeClient(router.url)) as client:
         for text in ("one", "two"):
-            item = {"role": "user", "content": [{"type": "input_text", "text": text}]}
-            client.say("conversation.item.create", item=item)
-            client.say("response.create", response={"max_output_tokens": 3})
+            ask(client, text, max_output_tokens=3)
             name = client.hear("response.done")["response"]["id"]
             router.wait_for(
                 lambda name=name: (found := traces.find(name)) is not None and not found.missing, "the nodes' parts"
@@ -131,10 +127,8 @@ def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> 
 
 @pytest.mark.parametrize("how", ["event", "gone"])
 def test_an_answer_that_is_cancelled_ends_on_the_nodes(router: RunningRouter, client: RealtimeClient, how: str) -> None:
-    for node in router.nodes.values():
-        node.set(pause_at=2)
-    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
-    client.say("response.create", response={"max_output_tokens": 50})
+    router.set(pause_at=2)
+    ask(client, "hi", max_output_tokens=50)
     client.hear("response.output_text.delta")
     if how == "event":
         client.say("response.cancel")
@@ -184,9 +178,8 @@ def test_another_answer_than_the_one_that_is_named_is_not_cancelled(
     assert client.hear("response.done")["response"]["status"] == "incomplete"
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
+def test_events_that_are_refused_say_why(client: RealtimeClient) -> None:
+    for event in (
         {"type": "nonsense"},
         {"type": "response.create"},
         {"type": "response.cancel"},
@@ -194,13 +187,10 @@ def test_another_answer_than_the_one_that_is_named_is_not_cancelled(
         {"type": "session.update", "session": {"model": "other"}},
         {"type": "conversation.item.create", "item": {"role": "user", "content": []}},
         {"type": "response.create", "response": {"tools": []}},
-    ],
-)
-def test_events_that_are_refused_say_why(client: RealtimeClient, event: dict[str, Any]) -> None:
-    client.say(event.pop("type"), event_id="mine", **event)
-    error = client.hear("error")["error"]
-    assert error["event_id"] == "mine"
-    assert error["message"]
+    ):
+        client.say(**{"kind" if name == "type" else name: value for name, value in event.items()}, event_id="mine")  # type: ignore[arg-type]
+        error = client.hear("error")["error"]
+        assert (error["event_id"], bool(error["message"])) == ("mine", True), event
     client.say("session.update", session={"instructions": "be brief"})
     assert client.hear("session.updated")["session"]["instructions"] == "be brief"
 
@@ -211,31 +201,17 @@ def test_large_events_come_and_go_whole(client: RealtimeClient) -> None:
     assert client.hear("session.updated")["session"]["instructions"] == text
 
 
-def test_what_is_no_upgrade_is_told_so(router: RunningRouter) -> None:
+def test_who_is_let_in(router: RunningRouter) -> None:
     assert router.client.get("/v1/realtime").status_code == 426
-
-
-def test_pages_of_other_sites_are_refused(router: RunningRouter) -> None:
     with closing(RealtimeClient(router.url, origin="http://elsewhere")) as other:
         assert isinstance(other.opened, RejectConnection)
-        assert other.opened.status_code == 403
-
-
-def test_a_client_that_closes_is_answered(client: RealtimeClient) -> None:
-    client.send(CloseConnection(code=1000))
-    assert isinstance(client.next_event(), CloseConnection)
+        assert other.opened.status_code == 403, "pages of other sites are refused"
 
 
 def closed(client: RealtimeClient) -> int:
     while not isinstance(event := client.next_event(), CloseConnection):
         pass
     return event.code
-
-
-def test_an_event_that_is_too_large_ends_it(start_router: StartRouter) -> None:
-    with closing(RealtimeClient(start_router(limits=Limits(body_bytes=2000)).url)) as client:
-        client.say("input_text_buffer.append", text="x" * 3000)
-        assert closed(client) == 1009
 
 
 def test_text_that_is_dropped_takes_no_room(start_router: StartRouter) -> None:
@@ -257,52 +233,53 @@ def test_text_that_is_dropped_takes_no_room(start_router: StartRouter) -> None:
         assert "at most 2000 characters" in client.hear("error")["error"]["message"]
 
 
-def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> None:
-    timeouts = Timeouts(realtime_ping=0.1, realtime_idle=0.1)
-    with closing(RealtimeClient(start_router(timeouts=timeouts).url)) as client:
-        assert closed(client) == 1008
-
-
-def test_a_router_that_stops_says_goodbye(router: RunningRouter, client: RealtimeClient) -> None:
-    router.look(lambda: [connection.shutdown() for connection in router.server.http.connections])  # type: ignore[union-attr]
-    assert closed(client) == 1001
+def test_each_end_has_its_code(start_router: StartRouter, router: RunningRouter, client: RealtimeClient) -> None:
+    client.send(CloseConnection(code=1000))
+    assert closed(client) == 1000
+    with closing(RealtimeClient(router.url)) as other:
+        other.hear("session.created")
+        other.send_bytes(b"\xff\xff not a frame")
+        assert closed(other) == 1002
+    assert router.client.get("/health").status_code == 200
+    strict = start_router(limits=Limits(body_bytes=2000), timeouts=Timeouts(realtime_ping=0.1, realtime_idle=0.1))
+    with closing(RealtimeClient(strict.url)) as large:
+        large.say("input_text_buffer.append", text="x" * 3000)
+        assert closed(large) == 1009
+    with closing(RealtimeClient(strict.url)) as silent:
+        assert closed(silent) == 1008
+    with closing(RealtimeClient(router.url)) as left:
+        router.look(lambda: [connection.shutdown() for connection in router.server.http.connections])  # type: ignore[union-attr]
+        assert closed(left) == 1001, "the router stops"
 
 
 def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret", concurrent_requests=1),))
-    with closing(RealtimeClient(router.url)) as stranger:
-        assert isinstance(stranger.opened, RejectConnection)
-        assert stranger.opened.status_code == 401
+    tenant = router.server.services.keys.find(b"secret")
+    assert tenant is not None
     bearer = {"authorization": "Bearer secret"}
     with closing(RealtimeClient(router.url, **bearer)) as client:
         client.hear("session.created")
-        with closing(RealtimeClient(router.url, **bearer)) as second:
-            assert isinstance(second.opened, RejectConnection)
-            assert second.opened.status_code == 429
-        assert router.client.post("/v1/completions", json={"prompt": "x"}, headers=bearer).status_code == 429
+        for headers, status in (({}, 401), (bearer, 429)):
+            with closing(RealtimeClient(router.url, **headers)) as refused:
+                assert isinstance(refused.opened, RejectConnection)
+                assert refused.opened.status_code == status
+        assert router.ask("/v1/completions", "secret", prompt="x").status_code == 429
         # Its answers, and what it reads ahead, are made in its own place.
         client.say("input_text_buffer.append", text=LONG)
-        prefill = next(node for node in router.nodes.values() if node.role == "prefill")
-        prefill.wait_until(lambda: bool(prefill.submits), "it is read ahead")
+        is_read_ahead(router)
         client.say("input_text_buffer.commit")
-        client.say("response.create", response={"max_output_tokens": 3})
+        ask(client, max_output_tokens=3)
         assert client.hear("response.done")["response"]["status"] == "incomplete"
-        assert router.server.services.keys.find(b"secret").running == 1  # type: ignore[union-attr]
-    router.wait_for(lambda: router.server.services.keys.find(b"secret").running == 0, "its end")  # type: ignore[union-attr]
-    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
-    assert router.client.post("/v1/completions", json=asked, headers=bearer).status_code == 200
+        assert tenant.running == 1
+    router.wait_for(lambda: tenant.running == 0, "its end")
+    assert router.ask("/v1/completions", "secret", prompt="x", max_tokens=2).status_code == 200
 
 
 def test_an_answer_that_a_quota_refuses_is_counted_as_elsewhere(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret", requests_per_minute=2),))
     with closing(RealtimeClient(router.url, authorization="Bearer secret")) as client:
-        client.hear("session.created")
         for status in ("incomplete", "failed"):
-            client.say(
-                "conversation.item.create",
-                item={"role": "user", "type": "message", "content": [{"type": "input_text", "text": "x"}]},
-            )
-            client.say("response.create", response={"max_output_tokens": 3})
+            ask(client, "x", max_output_tokens=3)
             assert client.hear("response.done")["response"]["status"] == status
     assert router.metric("tandem_requests_refused_total", reason="quota") == 1
 
@@ -320,27 +297,24 @@ def test_a_conversation_has_a_limited_number_of_items(client: RealtimeClient, mo
 
 
 def test_the_line_of_a_long_session_in_the_log_is_short(
-    router: RunningRouter, client: RealtimeClient, caplog: pytest.LogCaptureFixture
+    router: RunningRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "router.access")
-    client.say("input_text_buffer.append", text="hi")
-    client.say("input_text_buffer.commit")
-    for _ in range(60):
-        client.say("response.create", response={"max_output_tokens": 1})
+    with closing(RealtimeClient(router.url, **{"x-request-id": "long"})) as client:
+        ask(client, "hi", max_output_tokens=1)
+        for _ in range(40):
+            client.hear("response.done")
+            ask(client, max_output_tokens=1)
         client.hear("response.done")
-    client.close()
-    router.wait_for(lambda: "GET /v1/realtime" in caplog.text, "its line")
-    (line,) = [record.getMessage() for record in caplog.records if "GET /v1/realtime" in record.getMessage()]
+    router.wait_for(lambda: "long GET /v1/realtime" in caplog.text, "its line")
+    (line,) = [message for message in caplog.messages if "long GET /v1/realtime" in message]
     assert len(line) < 3000
 
 
 def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:
-    keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
-    router = start_router(
-        api_keys=keys, limits=Limits(kept_bytes=2 << 20, body_bytes=400_000, body_bytes_at_once=400_000)
-    )
-    greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    sessions = [RealtimeClient(router.url, **greedy) for _ in range(4)]
+    limits = Limits(kept_bytes=2 << 20, body_bytes=400_000, body_bytes_at_once=400_000)
+    router = start_router(api_keys=(ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o")), limits=limits)
+    sessions = [RealtimeClient(router.url, authorization="Bearer secret-g") for _ in range(4)]
     refused = []
     for session in sessions:
         session.hear("session.created")
@@ -351,12 +325,11 @@ def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRoute
             refused.append(str(error))
     assert refused  # its own limit is reached
     assert router.server.services.bodies.held == 0
-    with closing(RealtimeClient(router.url, **other)) as client:
+    with closing(RealtimeClient(router.url, authorization="Bearer secret-o")) as client:
         client.hear("session.created")
         client.say("session.update", session={"instructions": "a" * 300_000})
         client.hear("session.updated")
-    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
-    assert router.client.post("/v1/completions", json=asked, headers=other).status_code == 200
+    assert router.ask("/v1/completions", "secret-o", prompt="x", max_tokens=2).status_code == 200
     for session in sessions:
         session.close()
     router.wait_for(lambda: router.server.services.kept.held == 0, "given back")
@@ -378,6 +351,20 @@ class _Arrivals:
     async def send(self, message: dict[str, Any]) -> None: ...
 
 
+@contextmanager
+def socket_of(exchange: _Arrivals, idle_s: float, turns: Turns) -> Iterator[WebSocket]:
+    with KeptMemory(1 << 20, lambda: None).share(0, "") as share:
+        yield WebSocket(
+            exchange,  # type: ignore[arg-type]
+            share,
+            most_bytes=10_000,
+            ping_s=20.0,
+            idle_s=idle_s,
+            turns=turns,
+            clock=lambda: exchange.now,
+        )
+
+
 @pytest.mark.parametrize("what", ["pings", "pongs", "bytes of a frame", "frames of an event"])
 def test_only_whole_events_keep_a_session(what: str) -> None:
     client = Connection(ConnectionType.CLIENT)
@@ -389,49 +376,17 @@ def test_only_whole_events_keep_a_session(what: str) -> None:
         "frames of an event": lambda: client.send(TextMessage(data="x", message_finished=False)),
     }
     exchange = _Arrivals(sends[what])
-    kept = KeptMemory(1 << 20, lambda: None)
-    with kept.share(0, "") as share:
-        socket = WebSocket(
-            exchange,  # type: ignore[arg-type]
-            share,
-            most_bytes=10_000,
-            ping_s=20.0,
-            idle_s=30.0,
-            turns=Turns(),
-            clock=lambda: exchange.now,
-        )
+    with socket_of(exchange, 30.0, Turns()) as socket:
         assert asyncio.run(asyncio.wait_for(socket.receive(), 10)) is None
         assert 30 < exchange.now < 33
 
 
-def test_streams_go_on_while_a_client_sends_many_frames() -> None:
-    async def work() -> int:
-        exchange = _Arrivals(lambda: Connection(ConnectionType.CLIENT).send(Ping()) * 2_000)
-        with KeptMemory(1 << 20, lambda: None).share(0, "") as share:
-            socket = WebSocket(
-                exchange,  # type: ignore[arg-type]
-                share,
-                most_bytes=10_000,
-                ping_s=20.0,
-                idle_s=0.5,
-                turns=Turns(clock=itertools.count(step=PASS_S / 4).__next__),
-                clock=lambda: exchange.now,
-            )
-            reading = asyncio.create_task(socket.receive())
-            passes = 0
-            while not reading.done():
-                passes += 1
-                await asyncio.sleep(0)
-        return passes
-
-    assert asyncio.run(work()) > 2_000 / READ_FRAMES / 4 / 2
-
-
-def test_frames_that_are_none_end_it(router: RunningRouter) -> None:
-    with closing(RealtimeClient(router.url)) as client:
-        client.hear("session.created")
-        client.send_bytes(b"\xff\xff not a frame")
-        while not isinstance(event := client.next_event(), CloseConnection):
-            pass
-        assert event.code == 1002
-    assert router.client.get("/health").status_code == 200
+async def test_streams_go_on_while_a_client_sends_many_frames() -> None:
+    exchange = _Arrivals(lambda: Connection(ConnectionType.CLIENT).send(Ping()) * 2_000)
+    with socket_of(exchange, 0.5, Turns(clock=itertools.count(step=PASS_S / 4).__next__)) as socket:
+        reading = asyncio.create_task(socket.receive())
+        passes = 0
+        while not reading.done():
+            passes += 1
+            await asyncio.sleep(0)
+    assert passes > 2_000 / READ_FRAMES / 4 / 2

@@ -18,11 +18,17 @@ HEADER = "x-tandem-receipt"
 MESSAGE = {"path": "/v1/messages", "messages": [{"role": "user", "content": "a"}]}
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> str:
-    file = tmp_path / "receipts.key"
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("receipts") / "receipts.key"
     file.write_bytes(b"0123456789abcdef" * 2)
     return str(file)
+
+
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter, key: str) -> RunningRouter:
+    """The fake nodes say what real ones say where the same bits are required."""
+    return keep_router(content="files+way", receipt_key_file=key)
 
 
 def ask(router: RunningRouter, receipt: str = "sign", path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -31,43 +37,33 @@ def ask(router: RunningRouter, receipt: str = "sign", path: str = "/v1/completio
     return router.client.post(path, json=body, headers={HEADER: receipt})
 
 
-def exact_router(start_router: StartRouter, key: str) -> RunningRouter:
-    """The fake nodes say what real ones say where the same bits are required."""
-    return start_router(content="files+way", receipt_key_file=key)
+def test_without_a_key_or_the_same_bits_nothing_is_signed(start_router: StartRouter, key: str) -> None:
+    keyless = start_router()
+    for router, why in (
+        (keyless, "its operator has not set router.receipt_key_file"),
+        (start_router(receipt_key_file=key), "the operator sets model.exact to require"),
+    ):
+        answer = ask(router)
+        assert answer.status_code == 400
+        assert why in answer.json()["error"]["message"]
+    assert HEADER not in keyless.complete().headers
 
 
-def test_a_router_without_a_key_signs_nothing(start_router: StartRouter) -> None:
-    router = start_router()
-    answer = ask(router)
-    assert answer.status_code == 400
-    assert "its operator has not set router.receipt_key_file" in answer.json()["error"]["message"]
-    assert HEADER not in router.complete().headers
-
-
-def test_nodes_that_do_not_promise_the_same_bits_get_nothing_signed(start_router: StartRouter, key: str) -> None:
-    answer = ask(start_router(receipt_key_file=key))
-    assert answer.status_code == 400
-    assert "the operator sets model.exact to require" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
+def test_what_a_receipt_is_not_of(router: RunningRouter) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"stream": True}, "not with stream"),
         ({"n": 3}, "is of one answer, and this request has 3"),
         ({"prompt": ["a", "b"]}, "is of one answer, and this request has 2"),
         ({"receipt": "no receipt"}, "this cluster did not sign this receipt"),
         *([(MESSAGE, "is of answers at /v1/completions")] if is_there("tandem.router.messages") else []),
-    ],
-)  # fmt: skip
-def test_what_a_receipt_is_not_of(start_router: StartRouter, key: str, fields: dict[str, Any], said: str) -> None:
-    answer = ask(exact_router(start_router, key), **fields)
-    assert answer.status_code == 400, answer.text
-    assert said in answer.json()["error"]["message"]
+    ]
+    for fields, said in cases:
+        answer = ask(router, **fields)
+        assert answer.status_code == 400, answer.text
+        assert said in answer.json()["error"]["message"]
 
 
-def test_a_receipt_says_what_the_answer_was_made_of(start_router: StartRouter, key: str) -> None:
-    router = exact_router(start_router, key)
+def test_a_receipt_says_what_the_answer_was_made_of(router: RunningRouter) -> None:
     first = ask(router, logprobs=1, logit_bias={"7": 2.5})
     text = first.headers[HEADER]
     receipt = read_receipt(text)

@@ -31,16 +31,11 @@ WEATHER: Any = {
 TEXT = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{HERMES}"
 
 
-@pytest.fixture
-def router(start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     patient = Heartbeat(ping_interval=0.1, silence=5)
-    return start_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
-
-
-def prompt_of(router: RunningRouter) -> str:
-    tokenizer = router.server.services.model.tokenizer
-    return tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+    return keep_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
 
 
 def create(router: RunningRouter, **fields: Any) -> Any:
@@ -69,7 +64,7 @@ def test_a_tool_loop_through_the_official_client(router: RunningRouter) -> None:
 
     answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     second = client.responses.create(model="fake", input=[answer], previous_response_id=first.id, tools=[WEATHER])
-    prompt = prompt_of(router)
+    prompt = router.prompt
     assert prompt.index("weather?") < prompt.index('"arguments": {"city": "Paris"}') < prompt.index("rain")
     assert second.previous_response_id == first.id
     assert client.responses.retrieve(first.id).output == first.output
@@ -78,7 +73,7 @@ def test_a_tool_loop_through_the_official_client(router: RunningRouter) -> None:
 
     history: Any = [{"role": "user", "content": "weather?"}, *first.output, answer]
     client.responses.create(model="fake", input=history, tools=[WEATHER])
-    assert prompt_of(router) == prompt
+    assert router.prompt == prompt
 
 
 def test_a_stream_is_the_whole_answer_in_numbered_events(router: RunningRouter) -> None:
@@ -113,7 +108,7 @@ def test_a_schema_and_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert "%json" in (router.nodes["p0"].submits[-1].sampling.grammar or "")
     assert create(router, reasoning={"effort": "none"}, max_output_tokens=4).status_code == 200
-    assert prompt_of(router).endswith("</think>\n\n")
+    assert router.prompt.endswith("</think>\n\n")
 
 
 def test_a_chats_extensions_reach_the_engine(router: RunningRouter) -> None:
@@ -179,23 +174,22 @@ def test_a_client_that_goes_away_takes_its_response_with_it(router: RunningRoute
 def test_what_a_client_has_read_of_a_stream_takes_no_memory(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=60)
     store, placement = router.wing(Responses).service.store, router.server.services.dispatcher.placement
+    before = store.size
     with router.client.stream("POST", "/v1/responses", json={"input": "weather?", "stream": True}) as stream:
         router.wait_for(lambda: sum(len(life.ledger.tokens) for life in placement.lives.all()) == 60, "the node waits")
-        router.wait_for(lambda: store.size < RESPONSE_BYTES + 2000, "no event is kept")
+        router.wait_for(lambda: store.size < before + RESPONSE_BYTES + 2000, "no event is kept")
         router.nodes["d0"].resume()
         events = events_of(stream.read().decode())
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.completed"
 
 
-def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
-    refusal = WireError("unavailable", "no room")
-    for node in router.nodes.values():
-        node.set(refuse=refusal)
+def test_a_failure_is_a_status_or_an_event(start_router: StartRouter) -> None:
+    router = start_router()
+    router.set(refuse=WireError("unavailable", "no room"))
     assert create(router).status_code in (502, 503)
     assert create(router, stream=True).status_code in (502, 503)
-    begun = create(router, background=True).json()
-    path = f"/v1/responses/{begun['id']}"
+    path = f"/v1/responses/{create(router, background=True).json()['id']}"
     router.wait_for(lambda: router.server.services.dispatcher.running == 0, "it has ended")
     events = events_of(router.client.get(path, params={"stream": "true"}).text)
     assert events[-1]["type"] == "response.failed"
@@ -205,23 +199,26 @@ def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
 def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) -> None:
     keys = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
     router = start_router(api_keys=keys, limits=Limits(responses_bytes=6_000 + 6 * RESPONSE_BYTES))
-    a, b = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    body = {"input": "x", "max_output_tokens": 2}
-    made = [router.client.post("/v1/responses", json=body, headers=a).json()["id"] for _ in range(12)]
-    assert router.client.get(f"/v1/responses/{made[-1]}", headers=a).status_code == 200
-    assert router.client.get(f"/v1/responses/{made[-1]}", headers=b).status_code == 404
-    assert router.client.get(f"/v1/responses/{made[0]}", headers=a).status_code == 404
-    unkept = router.client.post("/v1/responses", json=body | {"store": False}, headers=a).json()
-    assert router.client.get(f"/v1/responses/{unkept['id']}", headers=a).status_code == 404
+
+    def made(**fields: Any) -> str:
+        name: str = router.ask("/v1/responses", "secret-a", input="x", max_output_tokens=2, **fields).json()["id"]
+        return name
+
+    def found(name: str, key: str = "secret-a") -> int:
+        return router.client.get(f"/v1/responses/{name}", headers={"authorization": f"Bearer {key}"}).status_code
+
+    names = [made() for _ in range(12)]
+    assert (found(names[-1]), found(names[-1], "secret-b"), found(names[0])) == (200, 404, 404)
+    assert found(made(store=False)) == 404
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_what_is_wrong_is_named(router: RunningRouter) -> None:
+    image = {"type": "input_image", "image_url": "data:,"}
+    for fields, param in (
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [image]}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"previous_response_id": "resp_none"}, None),
@@ -232,23 +229,23 @@ def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) ->
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
-    ],
-)
-def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], param: str | None) -> None:
-    answer = create(router, **fields)
-    assert answer.status_code in (400, 404)
-    assert answer.json()["error"]["param"] == param
+    ):
+        answer = create(router, **fields)
+        assert answer.status_code in (400, 404)
+        assert answer.json()["error"]["param"] == param
     router.wait_for(router.idle, "nothing was begun")
 
 
-def test_a_refusal_of_the_chat_names_what_the_client_wrote(router: RunningRouter, model_folder: str) -> None:
+def test_a_refusal_of_the_chat_names_what_the_client_wrote(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = router.nodes["p0"].info.max_model_len
     long = create(router, input="word " * context).json()["error"]
     assert (long["param"], long["message"].partition(":")[0]) == ("input", "input")
     much = create(router, max_output_tokens=context).json()["error"]
     assert much["param"] == "max_output_tokens"
     assert "tokens of input are" in much["message"]
-    router.server.services.model.template = None
+    monkeypatch.setattr(router.server.services.model, "template", None)
     none = create(router).json()["error"]
     assert none["param"] == "input"
     assert none["message"] == "input: this model has no chat template; send a prompt to /v1/completions"

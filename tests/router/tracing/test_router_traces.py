@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 
 from tandem.router.config import ApiKey, TracingConfig
-from tandem.router.tracing.record import TraceRecord
+from tandem.router.tracing.record import TraceRecord, TraceSummary
+from tandem.router.tracing.traces import Traces
 from tandem.router.tracing.wing import TraceWing
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
@@ -25,7 +28,7 @@ def ask(router: RunningRouter, headers: dict[str, str], **fields: object) -> str
 
 
 def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> TraceRecord:
-    traces = router.wing(TraceWing).traces
+    traces = traces_of(router)
     if complete:
         router.wait_for(
             lambda: (found := traces.find(name)) is not None and found.ended is not None and not found.missing,
@@ -36,21 +39,19 @@ def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> Trac
     return msgspec.json.decode(response.content, type=TraceRecord)
 
 
+def traces_of(router: RunningRouter) -> Traces:
+    return router.wing(TraceWing).traces
+
+
 def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(clock_ahead=5000.0)
-    router.wait_for(
-        lambda: all(
-            router.wing(TraceWing).traces.clocks.offset(n.info.node_id, n.info.epoch) for n in router.nodes.values()
-        ),
-        "the nodes' clocks",
-    )
+    clocks = traces_of(router).clocks
+    nodes = [(node.info.node_id, node.info.epoch) for node in router.nodes.values()]
+    router.wait_for(lambda: all(clocks.offset(*node) for node in nodes), "the nodes' clocks")
     # Readings from before the clock was set say otherwise until they are forgotten.
-    router.look(lambda: router.wing(TraceWing).traces.clocks.forget("d0", router.nodes["d0"].info.epoch))
-    router.wait_for(
-        lambda: router.wing(TraceWing).traces.clocks.offset("d0", router.nodes["d0"].info.epoch) is not None,
-        "the clock again",
-    )
+    router.look(lambda: clocks.forget(*nodes[1]))
+    router.wait_for(lambda: clocks.offset(*nodes[1]) is not None, "the clock again")
     for stream in (False, True):
         record = trace_of(router, ask(router, ASK, stream=stream))
         assert record.status == 200
@@ -77,7 +78,7 @@ def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(star
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
     stream = EventReader(router.url, "/v1/completions", body, headers=ASK)
     stream.read_header()
-    traces = router.wing(TraceWing).traces
+    traces = traces_of(router)
 
     def flushed() -> int:
         (record,) = (traces.find(one.request_id) for one in traces.list().traces)
@@ -96,7 +97,7 @@ def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter
     ask(router, {"x-tandem-trace": "0"})
     ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-00"})
     ask(router, {"traceparent": "nonsense"})
-    assert not router.wing(TraceWing).traces.list().traces
+    assert not traces_of(router).list().traces
     assert not any(submit.trace for node in router.nodes.values() for submit in node.submits)
     name = ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "congo=x"})
     record = trace_of(router, name)
@@ -113,59 +114,35 @@ def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten
     listed = [one["request_id"] for one in router.client.get("/traces").json()["traces"]]
     assert listed == names[:1:-1]
     assert router.client.get(f"/traces/{names[0]}").status_code == 404
-    router.wait_for(
-        lambda: len(router.wing(TraceWing).traces.by_attempt) == 0, "nothing is kept of traces that are complete"
-    )
+    router.wait_for(lambda: len(traces_of(router).by_attempt) == 0, "nothing is kept of traces that are complete")
 
 
 def test_a_request_that_failed_over_shows_both_attempts(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=2)
-    stopped = [router.nodes["d0"], router.nodes["d1"]]
-    for node in stopped:
+    router = start_router(decode=2)
+    decoding = [router.nodes["d0"], router.nodes["d1"]]
+    for node in decoding:
         node.set(pause_at=3)
-    stream = router.begin(router_ask(router))
-    busy = None
-
-    def somebody_works() -> bool:
-        nonlocal busy
-        busy = next((node for node in stopped if node.running), None)
-        return busy is not None
-
-    router.wait_for(somebody_works, "a decode node has it")
-    router.remove(busy.info.node_id)
-    busy.kill()
-    for node in stopped:
-        if node is not busy:
-            node.resume()
-    name = stream.result(20)
-    record = trace_of(router, name, complete=False)
-    assert len(record.decisions) == 2
-    assert record.output_tokens == 6
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, router, ASK, max_tokens=6)
+        router.wait_for(lambda: any(node.running for node in decoding), "a decode node has it")
+        busy, other = sorted(decoding, key=lambda node: len(node.running), reverse=True)
+        router.remove(busy.info.node_id).kill()
+        other.resume()
+        record = trace_of(router, asked.result(20), complete=False)
+    assert (len(record.decisions), record.output_tokens) == (2, 6)
     assert busy.info.node_id in record.missing, "the dead do not tell"
-
-
-async def router_ask(router: RunningRouter) -> str:
-    import httpx
-
-    async with httpx.AsyncClient(base_url=router.url, timeout=20, trust_env=False, verify=False) as client:
-        body = {"model": "fake", "prompt": "the fox", "max_tokens": 6}
-        response = await client.post("/v1/completions", json=body, headers=ASK)
-        assert response.status_code == 200, response.text
-        return response.headers["x-request-id"]
 
 
 def test_a_request_that_is_refused_has_a_trace_of_how_far_it_came(start_router: StartRouter) -> None:
     router = start_router()
-    response = router.client.post(
-        "/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": -1}, headers=ASK
-    )
-    assert response.status_code == 400
-    assert not router.wing(TraceWing).traces.list().traces, "it never began"
-    response = router.client.post(
-        "/v1/completions", json={"model": "fake", "prompt": [1] * 5000, "max_tokens": 1}, headers=ASK
-    )
-    assert response.status_code == 400
-    (one,) = router.wing(TraceWing).traces.list().traces
+
+    def refused(**fields: object) -> list[TraceSummary]:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 1, **fields}
+        assert router.client.post("/v1/completions", json=body, headers=ASK).status_code == 400
+        return traces_of(router).list().traces
+
+    assert not refused(max_tokens=-1), "it never began"
+    (one,) = refused(prompt=[1] * 5000)
     assert one.status == 400
     assert one.seconds is not None
 
@@ -201,7 +178,7 @@ def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: S
     router.nodes["d0"].set(hide_traces=True)
 
     def attempts_known() -> int:
-        traces = router.wing(TraceWing).traces
+        traces = traces_of(router)
         first = traces.begin("first", [(b"x-tandem-trace", b"1")])
         assert first is not None
         assert traces.begin("second", [(b"x-tandem-trace", b"1")]) is not None

@@ -24,9 +24,9 @@ VECTORS = VectorModel(Pooling(PoolingKind.MEAN), VECTOR_SIZE)
 CONTEXT = 2048
 
 
-@pytest.fixture
-def router(start_router: StartRouter) -> RunningRouter:
-    return start_router(vectors=VECTORS)
+@pytest.fixture(scope="module")
+def kept_router(keep_router: StartRouter) -> RunningRouter:
+    return keep_router(vectors=VECTORS)
 
 
 def ask(router: RunningRouter, path: str = "embeddings", **body: Any) -> httpx.Response:
@@ -68,21 +68,16 @@ def test_a_text(router: RunningRouter) -> None:
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-@pytest.mark.parametrize(
-    ("given", "texts"),
-    [
+def test_several_come_back_in_order(router: RunningRouter) -> None:
+    cases: list[tuple[Any, list[Any]]] = [
         (["a", "the fox", "a"], ["a", "the fox", "a"]),
         ([70, 71, 72], [[70, 71, 72]]),
         ([[70, 71], [72]], [[70, 71], [72]]),
-    ],
-)
-def test_several_come_back_in_order(router: RunningRouter, given: Any, texts: list[str | list[int]]) -> None:
-    answer = embed(router, given)
-    assert [item["index"] for item in answer["data"]] == list(range(len(texts)))
-    assert [item["embedding"] for item in answer["data"]] == [expected(router, text) for text in texts]
-
-
-def test_base64_holds_the_same_numbers(router: RunningRouter) -> None:
+    ]
+    for given, texts in cases:
+        answer = embed(router, given)
+        assert [item["index"] for item in answer["data"]] == list(range(len(texts)))
+        assert [item["embedding"] for item in answer["data"]] == [expected(router, text) for text in texts]
     (item,) = embed(router, "the fox", encoding_format="base64")["data"]
     assert unpack(base64.b64decode(item["embedding"])) == expected(router, "the fox")
 
@@ -113,15 +108,12 @@ def cosine(router: RunningRouter, first: str, second: str) -> float:
     return math.fsum(a * b for a, b in zip(expected(router, first), expected(router, second), strict=True))
 
 
-def test_one_text_against_many(router: RunningRouter) -> None:
+def test_one_text_against_many_and_pairs(router: RunningRouter) -> None:
     answer = ask(router, "score", text_1="the fox", text_2=["the dog", "the fox"]).json()
     msgspec.convert(answer, ScoreList)
     scores = [item["score"] for item in answer["data"]]
     assert scores == pytest.approx([cosine(router, "the fox", "the dog"), 1.0])
     assert answer["usage"]["prompt_tokens"] > 0
-
-
-def test_pairs(router: RunningRouter) -> None:
     answer = ask(router, "score", text_1=["a", "the fox"], text_2=["the dog", "a"]).json()
     scores = [item["score"] for item in answer["data"]]
     assert scores == pytest.approx([cosine(router, "a", "the dog"), cosine(router, "the fox", "a")])
@@ -152,10 +144,11 @@ def test_an_aggregated_node_makes_them_too(start_router: StartRouter) -> None:
 
 
 def test_a_decode_node_is_not_asked(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=1, vectors=VECTORS)
-    message, _ = refusal(ask(router, input="the fox"), 503)
-    assert message.startswith("no prefill or aggregated node is ready")
-    assert router.nodes["d0"].submits == []
+    for decode in (0, 1):
+        router = start_router(prefill=0, decode=decode, vectors=VECTORS)
+        message, _ = refusal(ask(router, input="the fox"), 503)
+        assert message.startswith("no prefill or aggregated node is ready")
+        assert not any(node.submits for node in router.nodes.values())
 
 
 def test_a_lost_node_is_replaced_by_another(start_router: StartRouter) -> None:
@@ -184,7 +177,8 @@ def test_a_node_that_refuses_is_answered_for_by_another(start_router: StartRoute
         assert embed(router, "the fox")["data"][0]["embedding"] == expected(router, "the fox")
 
 
-def test_an_end_without_a_vector_is_an_error_and_no_answer(router: RunningRouter) -> None:
+def test_an_end_without_a_vector_is_an_error_and_no_answer(start_router: StartRouter) -> None:
+    router = start_router(vectors=VECTORS)
     router.nodes["p0"].set(forget_vectors=True)
     message, _ = refusal(ask(router, input="the fox"), 500)
     assert "without one" in message
@@ -194,7 +188,7 @@ def test_a_client_that_goes_away_cancels(router: RunningRouter) -> None:
     node = router.nodes["p0"]
     node.set(wedged=True)
     with pytest.raises(httpx.ReadTimeout):
-        router.client.post("/v1/embeddings", json={"input": ["a", "the fox"]}, timeout=0.5)
+        router.client.post("/v1/embeddings", json={"input": ["a", "the fox"]}, timeout=0.2)
     node.wait_until(lambda: len(node.cancels) == 2, "both are cancelled")
     router.wait_for(router.idle, "nothing is left behind")
 
@@ -215,47 +209,37 @@ def test_the_line_for_vectors_is_their_own(start_router: StartRouter) -> None:
 TOO_LONG = [70] * (CONTEXT + 1)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({}, "input", "is required"),
-        ({"input": []}, "input", "at least 1"),
-        ({"input": ""}, "input", "must not be empty"),
-        ({"input": ["a", ""]}, "input", "must not be empty"),
-        ({"input": [[]]}, "input", ""),
-        ({"input": ["a", 3]}, "input", "not a mixture"),
-        ({"input": [70, 99_999]}, "input", "token id 99999 is outside the vocabulary"),
-        ({"input": [-1]}, "input", ""),
-        ({"input": TOO_LONG}, "input", f"{CONTEXT + 1} tokens, and the model's context is {CONTEXT}"),
-        ({"input": "a" * 200_000}, "input", "more than the model's context"),
-        ({"input": "a", "dimensions": VECTOR_SIZE + 1}, "dimensions", f"must be at most {VECTOR_SIZE}"),
-        ({"input": "a", "dimensions": 0}, "dimensions", ""),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", ""),
-        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
-        ({"input": ["a"] * 5}, "input", "at most 4 texts in one request, not 5"),
-    ],
-)
-def test_bad_embedding_requests(start_router: StartRouter, body: dict[str, Any], param: str, says: str) -> None:
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    ("embeddings", {}, "input", "is required"),
+    ("embeddings", {"input": []}, "input", "at least 1"),
+    ("embeddings", {"input": ""}, "input", "must not be empty"),
+    ("embeddings", {"input": ["a", ""]}, "input", "must not be empty"),
+    ("embeddings", {"input": [[]]}, "input", ""),
+    ("embeddings", {"input": ["a", 3]}, "input", "not a mixture"),
+    ("embeddings", {"input": [70, 99_999]}, "input", "token id 99999 is outside the vocabulary"),
+    ("embeddings", {"input": [-1]}, "input", ""),
+    ("embeddings", {"input": TOO_LONG}, "input", f"{CONTEXT + 1} tokens, and the model's context is {CONTEXT}"),
+    ("embeddings", {"input": "a" * 200_000}, "input", "more than the model's context"),
+    ("embeddings", {"input": "a", "dimensions": VECTOR_SIZE + 1}, "dimensions", f"must be at most {VECTOR_SIZE}"),
+    ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", ""),
+    ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", ""),
+    ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+    ("embeddings", {"input": ["a"] * 5}, "input", "at most 4 texts in one request, not 5"),
+    ("score", {"text_1": "a"}, "text_2", ""),
+    ("score", {"text_1": ["a", "b", "c"], "text_2": ["a", "b"]}, "text_1", ""),
+    ("score", {"text_1": "a", "text_2": []}, "text_2", ""),
+    ("rerank", {"query": "a", "documents": []}, "documents", ""),
+    ("rerank", {"query": "", "documents": ["a"]}, "query", ""),
+    ("rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", ""),
+]
+
+
+def test_bad_requests_are_refused_by_name(start_router: StartRouter) -> None:
     router = start_router(vectors=VECTORS, limits=Limits(inputs_per_request=4))
-    message, named = refusal(ask(router, **body))
-    assert (named or "").split("[")[0] == param
-    assert says in message
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("score", {"text_1": "a"}, "text_2"),
-        ("score", {"text_1": ["a", "b", "c"], "text_2": ["a", "b"]}, "text_1"),
-        ("score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("rerank", {"query": "a", "documents": []}, "documents"),
-        ("rerank", {"query": "", "documents": ["a"]}, "query"),
-        ("rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-    ],
-)
-def test_bad_pairs(router: RunningRouter, path: str, body: dict[str, Any], param: str) -> None:
-    _, named = refusal(ask(router, path, **body))
-    assert (named or "").split("[")[0] == param
+    for path, body, param, says in BAD:
+        message, named = refusal(ask(router, path, **body))
+        assert (named or "").split("[")[0] == param
+        assert says in message
 
 
 def test_the_whole_context_may_be_used_and_longer_texts_be_cut(router: RunningRouter) -> None:
@@ -266,31 +250,22 @@ def test_the_whole_context_may_be_used_and_longer_texts_be_cut(router: RunningRo
     assert embed(router, [70, 71, 72], truncate_prompt_tokens=2)["usage"]["prompt_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_a_model_for_text_says_what_would_be_right(start_router: StartRouter) -> None:
+    router = start_router()
+    for path, body in (
         ("embeddings", {"input": "a"}),
         ("score", {"text_1": "a", "text_2": "b"}),
         ("rerank", {"query": "a", "documents": ["b"]}),
-    ],
-)
-def test_a_model_for_text_says_what_would_be_right(start_router: StartRouter, path: str, body: dict[str, Any]) -> None:
-    router = start_router()
-    message, _ = refusal(ask(router, path, **body))
-    assert "makes no vectors" in message
-    assert "model.pooling" in message
+    ):
+        message, _ = refusal(ask(router, path, **body))
+        assert "makes no vectors" in message
+        assert "model.pooling" in message
     assert all(node.submits == [] for node in router.nodes.values())
 
 
-def test_no_node_at_all(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=0)
-    message, _ = refusal(ask(router, input="a"), 503)
-    assert "no prefill or aggregated node is ready" in message
-
-
-@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
-def test_texts_are_ranked_under_every_name(router: RunningRouter, path: str) -> None:
+def test_texts_are_ranked_under_every_name(router: RunningRouter) -> None:
     asked = {"query": "the fox", "documents": ["the dog", "the fox"], "top_n": 1}
-    assert router.client.post(path, json=asked).json()["results"] == ask(router, "rerank", **asked).json()["results"]
+    for path in ("/rerank", "/v2/rerank"):
+        assert router.ask(path, **asked).json()["results"] == ask(router, "rerank", **asked).json()["results"]
     pair = {"text_1": "the fox", "text_2": "the dog"}
-    assert router.client.post("/score", json=pair).json()["data"] == ask(router, "score", **pair).json()["data"]
+    assert router.ask("/score", **pair).json()["data"] == ask(router, "score", **pair).json()["data"]
