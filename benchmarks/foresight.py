@@ -52,14 +52,18 @@ from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.router.quotes.wing import QuoteMaker
+from tandem.simulator.change import change_of
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, StepBound, TransferCost
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.pools import SimulatedPools
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.traffic import NameHasher, RecordedTraffic
+from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit
-from tests.simulator.test_change import said, slower
+from tests.simulator.test_change import rows, slower
+from tests.simulator.test_what_if import measured, state
+from tests.simulator.worlds import a_setup, node_costs
 
 BLOCK, BUDGET = 512, 8192
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.75, 0.75, 0.75, 0.5)
@@ -103,7 +107,7 @@ class UnlikePools(SimulatedPools):
 
 
 def _slow(node: SimulatedNode, times: float) -> None:
-    node._costs = slower(node._costs, times, times)
+    node._costs = slower(node._costs, times)
     node._bound = StepBound(node._costs, BUDGET)
 
 
@@ -229,6 +233,20 @@ def routing(options: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def said(seed: int, wanted: int, *, off: float, rate: float) -> tuple[Forecast, list[MeasuredRequest]]:
+    """Returns what is said of `wanted` prefill nodes with costs that are off by this factor; and what other requests like these take in a
+    cluster that has them."""
+    hidden = node_costs()
+    here = a_setup(rows(seed, rate), costs=hidden)
+    page = state(measured(here), "prefill", "decode")
+    forecast = change_of(page, {Role.PREFILL: wanted}, here.config, dict.fromkeys(Role, slower(hidden, off)))
+    there = a_setup(rows(seed + 1000, rate), prefill=wanted, costs=hidden)
+    return forecast, [
+        MeasuredRequest(one.request_id, -one.ended_at, one.total_s, one.first_token_s, one.token_s)
+        for one in measured(there)
+    ]
 
 
 def changes(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -264,7 +264,8 @@ def test_a_node_on_two_machines_hands_over(
             )
             for name, width in zip("pc", widths, strict=True)
         ]  # fmt: skip
-        hand_over_all(*engines, prompts, expected)
+        producer, consumer = engines
+        hand_over_all(producer, consumer, prompts, expected)
         (far,) = [machine for engine in engines for machine in engine.far]
         assert len(far.ranks) == 1
     until(lambda: not is_there(far.process.pid), PATIENCE_S)  # it ends with its node

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -81,7 +81,7 @@ class SentBatches:
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if endpoint in self.gone:
             raise NodeLost(f"{endpoint} does not read")
-        kept = {
+        kept: dict[type, queue.Queue[Any]] = {
             TokenBatch: self.batches, NodeStatus: self.statuses, Holding: self.held, Recalled: self.recalled,
             NodeTrace: self.traces, ClockReading: self.clocks,
         }  # fmt: skip

@@ -193,7 +193,7 @@ async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
 
 async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up() -> None:
     """Not only with a node's next status."""
-    place = Blocks(100)
+    place = Place(1000, 1000, tokens=100)
     place.begin(await place.want(50))
     large = place.want(80, "large")
     await settle()

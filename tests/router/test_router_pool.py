@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -381,7 +382,7 @@ def test_a_paused_node_gets_nothing_new_while_another_is_there() -> None:
 def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one_has_unloaded_it() -> None:
     world, both, sql = World(), {"sql": "1", "law": "2"}, {"sql": "1"}
 
-    def served() -> dict[str, str]:
+    def served() -> Mapping[str, str]:
         return world.pool.view.adapters()
 
     world.pool.set_members([P0, D0, D1])

@@ -162,7 +162,7 @@ def test_what_a_node_distrusts_is_read_by_no_other_and_who_has_some_of_it_hears(
     assert reader.load(CHAIN[:1], [1])
     wrong.reset()
     assert not wrong.tier.manager.distrusted
-    until(lambda: reader.tier.manager.distrusted), "it has loaded some of it"
+    until(lambda: bool(reader.tier.manager.distrusted))  # it has loaded some of it
     assert reader.tier.manager.lookup(CHAIN) == 0
     assert start().finds(CHAIN) == 0
     reader.reset()
