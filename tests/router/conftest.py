@@ -176,7 +176,7 @@ class RunningRouter:
         self.server._listener[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return self
 
-    def anew(self) -> RunningRouter:
+    def as_new(self) -> RunningRouter:
         """This router for one more test: its nodes have no fault and have heard nothing. Its metrics go on."""
         self.wait_for(self.idle, "the last test's requests have ended")
         began, links = time.monotonic(), self.server.services.links
@@ -298,7 +298,7 @@ def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def keep_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
-    """As start_router. They stop after the file's last test; each test takes them by `anew`."""
+    """As start_router. They stop after the file's last test; each test takes them by `as_new`."""
     with starting(model_folder, end_token, tmp_path_factory.getbasetemp()) as start:
         yield start
 
@@ -312,4 +312,4 @@ def kept_router(keep_router: StartRouter) -> RunningRouter:
 @pytest.fixture
 def router(kept_router: RunningRouter) -> RunningRouter:
     """One router for all tests of a file that ask it and look at what its nodes were told."""
-    return kept_router.anew()
+    return kept_router.as_new()

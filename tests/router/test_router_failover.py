@@ -220,7 +220,7 @@ def test_a_prefill_node_that_was_told_to_stop_ends_nothing_and_is_freed(start_ro
         assert len(decode.submits) == 1
         if not says_so:
             prefill.wait_until(lambda name=request_id: name in prefill.cancels, "not computed for nothing")  # type: ignore[misc]
-        router.anew()
+        router.as_new()
 
 
 def test_nodes_that_never_agree_end_a_stream_with_an_error_and_not_with_another_answers_rest(
@@ -244,7 +244,7 @@ def test_nodes_that_never_agree_end_a_stream_with_an_error_and_not_with_another_
         ({"error_at": (3, WireError("node_lost", "gone"))}, 502, 3),
         ({"refuse": WireError("context_length_exceeded", "too long")}, 400, 1),
     ],
-    ids=["so many times", "where nobody can help, not at all"],
+    ids=["so many times", "where no one can help, not at all"],
 )
 def test_only_so_many_failovers(start_router: StartRouter, error: dict[str, Any], status: int, submits: int) -> None:
     router = start_router(prefill=0, decode=2, max_failovers=2)

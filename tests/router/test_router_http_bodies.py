@@ -37,7 +37,7 @@ def kept_router(keep_router: StartRouter) -> RunningRouter:
 
 @pytest.fixture
 def router(kept_router: RunningRouter) -> Iterator[RunningRouter]:
-    yield kept_router.anew()
+    yield kept_router.as_new()
     kept_router.wait_for(lambda: held(kept_router) == 0, "all of it is given back")
     assert kept_router.complete(max_tokens=2).status_code == 200
 

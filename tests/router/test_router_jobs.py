@@ -38,7 +38,7 @@ def test_a_job_is_named_by_field_header_or_session(router: RunningRouter) -> Non
         ({"X-Job-Id": "j"}, {"n": 2}, (None, False)),
     ]
     for headers, fields, expected in named:
-        router.anew()
+        router.as_new()
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
         answer = router.client.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text

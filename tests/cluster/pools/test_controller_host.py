@@ -353,7 +353,7 @@ async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_
         assert await configure(rig, more) == ConfigChange(["decode: 2"], [])
         await ordered(rig, ScaleOrder({Role.DECODE: 3}))
         assert await configure(rig, more) == ConfigChange([], [])
-        assert rig.made.control.sizes[Role.DECODE] == 3, "what somebody scaled stays"
+        assert rig.made.control.sizes[Role.DECODE] == 3, "what an operator scaled stays"
 
 
 async def test_what_cannot_be_applied_is_named_without_its_value() -> None:

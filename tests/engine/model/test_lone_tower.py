@@ -109,7 +109,7 @@ def test_its_memory_does_not_grow_with_the_language_model(tmp_path: Path) -> Non
     )  # as float32, so that none is read where it lies in its file
     assert language > 90 << 20
     load_tower(ModelConfig(path=str(small), dtype="float32", threads=1), None)  # with all that a first time needs
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = in_memory("VmRSS")
     load_tower(ModelConfig(path=str(large), dtype="float32", threads=1), None)
     assert in_memory("VmHWM") - before < language // 6
