@@ -34,6 +34,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import StepTimes, Tracer
+from tandem.engine.vllm.grammars import DeepExecutor, begin_grammar
 from tandem.engine.vllm.handover import Handover, TransferView
 from tandem.engine.vllm.layout import VllmCache
 from tandem.engine.vllm.settings import arguments, environment
@@ -251,6 +252,7 @@ class VllmEngine:
         from tandem.engine.vllm.seeds import seed_every_step
 
         self._core = core
+        core.structured_output_manager.executor = DeepExecutor()
         self.info = info
         self._clock = clock
         self._handover = handover  # None: no peers
@@ -283,7 +285,7 @@ class VllmEngine:
         adapter = self.adapters.request_of(lora) if self.adapters is not None and lora is not None else None
         theirs, _ = self._core.preprocess_add_request(to_vllm(request, adapter))
         if theirs.structured_output_request is not None:
-            self._begin_grammar(request, theirs)
+            begin_grammar(self._core.structured_output_manager, request, theirs)
         if self._handover is not None and request.transfer is not None:
             self._handover.views[request.request_id] = TransferView(request, theirs)
         self._core.add_request(theirs)
@@ -305,23 +307,6 @@ class VllmEngine:
             raise ContextLengthExceeded(
                 f"{request.num_tokens} tokens leave no room to answer in a context of {self.info.max_model_len}"
             )
-
-    def _begin_grammar(self, request: Request, theirs: Any) -> None:
-        """vLLM would answer without a grammar that is wrong, and would begin a moved request's again, because it takes all tokens for the
-        prompt."""
-        manager, asked = self._core.structured_output_manager, theirs.structured_output_request
-        compiling = asked._grammar
-        brought = list(request.all_token_ids[request.num_prompt_tokens :])
-
-        def begin() -> Any:
-            grammar = compiling.result()
-            if error := grammar.ll_matcher.get_error():
-                raise ValueError(error)
-            if brought and not grammar.accept_tokens(request.request_id, brought):
-                raise ValueError("the tokens so far do not follow it")
-            return grammar
-
-        asked.grammar = manager.executor.submit(begin)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._end(request_ids, FinishReason.ABORT)

@@ -191,6 +191,13 @@ def test_a_grammar_that_is_none_fails_its_request_alone(engine: Any) -> None:
     assert is_at_rest(engine)
 
 
+def test_a_long_chain_of_references_ends_no_node(engine: Any) -> None:
+    """vLLM's library follows rules on the stack."""
+    rules = [f'r{at}: "a" r{at + 1}' for at in range(4000)]
+    run(engine, request("deep", prompt(30, 8), max_tokens=2, grammar="\n".join([*rules, 'r4000: "b"', "start: r0"])))
+    assert is_at_rest(engine)
+
+
 def test_what_can_never_run_is_refused_with_the_reason(engine: Any) -> None:
     with pytest.raises(ContextLengthExceeded, match=f"{CONTEXT} tokens leave no room"):
         engine.add_request(request("a", prompt(CONTEXT)))
