@@ -150,6 +150,8 @@ class SamplingTable:
         self.params: dict[int, SamplingParams] = {}
         self.logprobs: dict[int, int] = {}
         self.prompt_logprobs: dict[int, int] = {}
+        # Tokens and what is added to their logits: read from a dict of all tokens with each step, they would hold it up.
+        self.biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
 
     def _allocate(self, capacity: int) -> None:
         self.temperature = np.zeros(capacity, np.float32)
@@ -183,6 +185,8 @@ class SamplingTable:
         self.edited[row] = bool(params.logit_bias or params.bad_words or params.min_tokens > 0)
         self.constrained[row] = params.grammar is not None
         self.params[row] = params
+        if bias := params.logit_bias:
+            self.biases[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
         if params.logprobs is not None:
             self.logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
@@ -190,6 +194,7 @@ class SamplingTable:
 
     def clear(self, row: int) -> None:
         self.params.pop(row, None)
+        self.biases.pop(row, None)
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
 

@@ -199,6 +199,9 @@ def status_after(request: Request, token: int) -> RequestStatus | None:
     return None
 
 
+_FEW = 16
+
+
 def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> bool:
     """Whether `tokens` ends with one pattern `min_count` times, within its last `num_output` tokens. It depends on the tokens
     alone, so that another node that continues the request decides the same."""
@@ -206,7 +209,8 @@ def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> 
     for size in range(wanted.min_pattern_size, min(wanted.max_pattern_size, num_output // count) + 1):
         if tokens[-1 - size] == newest:
             span = size * (count - 1)
-            if tokens[-span:] == tokens[-span - size : -size]:
+            few = min(span, _FEW)  # of random tokens nearly all differ here, and long ones are not copied
+            if tokens[-few:] == tokens[-few - size : -size] and tokens[-span:] == tokens[-span - size : -size]:
                 return True
     return False
 

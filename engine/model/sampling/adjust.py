@@ -25,11 +25,11 @@ def edit_logits(
     for index in np.flatnonzero(table.edited[rows]).tolist():
         row, position = int(rows[index]), int(positions[index])
         params = table.params[row]
-        if params.logit_bias:
-            tokens = [token for token in params.logit_bias if 0 <= token < vocab]
-            biases = np.array([params.logit_bias[token] for token in tokens], np.float32)
+        if (biased := table.biases.get(row)) is not None:
+            tokens, biases = biased
+            known = (tokens >= 0) & (tokens < vocab)
             device = logits.device
-            logits[index].index_add_(0, to_device(np.array(tokens, np.int64), device), to_device(biases, device))
+            logits[index].index_add_(0, to_device(tokens[known], device), to_device(biases[known], device))
         banned: list[int] = []
         if position - int(requests.num_prompt_tokens[row]) < params.min_tokens:
             banned.extend(params.stop_token_ids)
@@ -37,7 +37,10 @@ def edit_logits(
                 banned.extend(eos_token_ids)
         if params.bad_words:
             history = requests.tokens[row]
+            last = int(history[position - 1])
             for word in params.bad_words:
+                if len(word) > 1 and word[-2] != last:
+                    continue  # nearly every word
                 start = position - len(word) + 1
                 if word and start >= requests.num_unsaid[row] and history[start:position].tolist() == word[:-1]:
                     banned.append(word[-1])
