@@ -74,7 +74,7 @@ class ImageLab:
         return OneEngine.start(self.path, name, 4, transfer, scheduler=scheduler, **cache)
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3-VL", *more(["Qwen2.5-VL"])])
+@pytest.fixture(scope="module", params=["Qwen3-VL", *more(["SmolVLM", "Qwen2.5-VL"])])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageLab:
     family = {"SmolVLM": SMOLVLM, "Qwen2.5-VL": QWEN2_5_VL, "Qwen3-VL": QWEN3_VL}[request.param]
     return lab_of(family, tmp_path_factory.mktemp("images"))
