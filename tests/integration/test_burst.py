@@ -24,11 +24,11 @@ from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.model.tiny import VOCAB, save
 from tests.router.conftest import LETTERS, RunningRouter
 
-PROMPTS = 36
+PROMPTS = 48
 PROMPT_TOKENS = 90
 OUTPUT_TOKENS = 8
 PREFILL_TOKENS_PER_S = 450.0
-TRANSFER_TIMEOUT_S = 2.4  # the last prompt waits three times as long before it is computed
+TRANSFER_TIMEOUT_S = 3.2  # the last prompt waits three times as long before it is computed
 
 
 class RealNode:
@@ -71,8 +71,8 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:
         timeouts=Timeouts(token_idle=1.0, queue=60.0),
     )
     running = RunningRouter(config, LETTERS, eos=1)
-    running.nodes["prefill-0"] = RealNode(Role.PREFILL, folder, 1200)  # type: ignore[assignment]
-    running.nodes["decode-0"] = RealNode(Role.DECODE, folder, 180)  # type: ignore[assignment]
+    running.nodes["prefill-0"] = RealNode(Role.PREFILL, folder, 2000)  # type: ignore[assignment]
+    running.nodes["decode-0"] = RealNode(Role.DECODE, folder, 256)  # type: ignore[assignment]
     running.announce()
     running.wait_ready()
     yield running
@@ -80,7 +80,7 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:
 
 
 def test_of_a_burst_of_prompts_none_is_computed_twice(cluster: RunningRouter) -> None:
-    """The prompts wait at the prefill node for three times the transfer timeout, and the decode node has blocks for 25 of the 36."""
+    """The prompts wait at the prefill node for three times the transfer timeout, and the decode node has blocks for 36 of the 48."""
     answers: list[httpx.Response] = []
 
     def ask(number: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World
 
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.handoff import HandoffNotice
@@ -24,7 +25,7 @@ class Scene:
     def __init__(self, direction: Direction, seed: int) -> None:
         self.chance = random.Random(seed)
         self.direction = direction
-        self.world = World(direction)
+        self.world = World(direction, ChecksumPolicy.OFF)  # which a notice without checksums would not get past
         self.producer: Node = self.world.add("p", 11)
         self.consumer: Node = self.world.add("c", 22, skew=self.chance.uniform(-1000, 1000))
         self.tokens = [self.chance.randrange(90) for _ in range(self.chance.randrange(1, 40))]

@@ -1270,6 +1270,17 @@ def test_blocks_that_do_not_exist_or_do_not_add_up_are_never_written_to(
     assert push.outcomes()[1] == {"refused": 1}
 
 
+def test_a_notice_that_comes_again_while_its_blocks_are_read_changes_nothing(pull: Pair) -> None:
+    _computed(pull)
+    pull.world.deliver_all()
+    assert pull.world.moves()
+    pull.world.network.append(("tcp://c", _notice(pull)))
+    pull.world.deliver_all()
+    assert pull.refused(pull.consumer) == {"repeated_notice": 1}
+    pull.world.settle(0.5)
+    assert pull.consumer.receives["r1"].finished
+
+
 def test_registrations_without_a_request_are_bounded_by_what_they_name(pair: Pair) -> None:
     """Blocks that are not kept may be named as often as one likes."""
     pair.served("r0")
