@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,8 +194,13 @@ def test_a_request_is_counted_by_its_tokens_and_choices(start_router: StartRoute
 def test_the_nodes_line_is_part_of_the_queue_and_no_part_of_the_prefill(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["p0"].set(queue_s=5.0)
-    router.nodes["d0"].set(preemptions=1)
-    router.complete(max_tokens=2)
+    router.nodes["d0"].set(preemptions=1, pause_at=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.complete, max_tokens=2)
+        # Or the decode node may be through before the prefill node has said how long its line was.
+        router.wait_for(lambda: router.metric("tandem_time_to_first_token_seconds_count") == 1, "it has")
+        router.nodes["d0"].resume()
+        assert answer.result(10).status_code == 200
     assert router.metric("tandem_request_queue_time_seconds_sum") >= 5.0
     assert router.metric("tandem_router_queue_time_seconds_sum") < 5.0
     assert router.metric("tandem_request_prefill_time_seconds_sum") == 0.0
