@@ -140,6 +140,8 @@ def test_nodes_that_died_are_down_and_others_that_are_missed_are_not(start_route
     router.wait_for(lambda: "d1" not in router.in_view(), "it drains")
     assert ("d1", "decode") not in scraped(router, "tandem_node_up"), "or every rollout would look like a failure"
     assert pool("decode")["ready"] == 1
+    router.nodes["d1"].set(state=NodeState.READY)
+    router.wait_ready()
     router.nodes.pop("d1").kill()
     router.announce(PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"}))
     assert scraped(router, "tandem_node_up") == {("p0", "prefill"): 1, ("d0", "decode"): 1, ("d1", "decode"): 0}
