@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,26 +129,34 @@ def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> Non
     assert {"peer_lost", "lease_expired"} <= {outcome for _, outcome, _ in outcomes} <= set(Outcome)
 
 
-def test_nodes_that_died_are_down_and_others_that_are_missed_are_not(start_router: StartRouter) -> None:
+def in_pool(router: RunningRouter, role: str) -> dict[str, float]:
+    states = scraped(router, "tandem_pool_nodes").items()
+    return {state: count for (there, state), count in states if there == role and count}
+
+
+def test_a_node_that_leaves_is_not_down(start_router: StartRouter) -> None:
+    """Otherwise every rollout would look like a failure."""
     router = start_router(decode=2)
-
-    def pool(role: str) -> dict[str, float]:
-        states = scraped(router, "tandem_pool_nodes").items()
-        return {state: count for (there, state), count in states if there == role and count}
-
     router.nodes["d1"].set(state=NodeState.DRAINING)
     router.wait_for(lambda: "d1" not in router.in_view(), "it drains")
-    assert ("d1", "decode") not in scraped(router, "tandem_node_up"), "or every rollout would look like a failure"
-    assert pool("decode")["ready"] == 1
+    assert ("d1", "decode") not in scraped(router, "tandem_node_up")
+    assert in_pool(router, "decode")["ready"] == 1
+
+
+def test_nodes_that_died_are_down_and_others_that_are_missed_are_not(start_router: StartRouter) -> None:
+    router = start_router(decode=2)
     router.nodes.pop("d1").kill()
     router.announce(PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"}))
     assert scraped(router, "tandem_node_up") == {("p0", "prefill"): 1, ("d0", "decode"): 1, ("d1", "decode"): 0}
-    assert (pool("decode")["wanted"], pool("decode")["ready"]) == (2, 1)
-    assert (pool("prefill")["wanted"], pool("prefill")["ready"]) == (1, 1)
-    assert "ready" not in pool("encode") | pool("aggregated")
-    router.announce(PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"}))
-    assert pool("decode") == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
-    assert ("d9", "decode") not in scraped(router, "tandem_node_up")
+    decode, prefill = in_pool(router, "decode"), in_pool(router, "prefill")
+    assert (decode["wanted"], decode["ready"]) == (2, 1)
+    assert (prefill["wanted"], prefill["ready"]) == (1, 1)
+    assert "ready" not in in_pool(router, "encode") | in_pool(router, "aggregated")
+    # So that no scrape that was rendered before is shown.
+    other = start_router()
+    other.announce(PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"}))
+    assert in_pool(other, "decode") == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
+    assert ("d9", "decode") not in scraped(other, "tandem_node_up")
 
 
 def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
@@ -193,8 +202,13 @@ def test_a_request_is_counted_by_its_tokens_and_choices(start_router: StartRoute
 def test_the_nodes_line_is_part_of_the_queue_and_no_part_of_the_prefill(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["p0"].set(queue_s=5.0)
-    router.nodes["d0"].set(preemptions=1)
-    router.complete(max_tokens=2)
+    router.nodes["d0"].set(preemptions=1, pause_at=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.complete, max_tokens=2)
+        # Or the decode node may be through before the prefill node has said how long its line was.
+        router.wait_for(lambda: router.metric("tandem_time_to_first_token_seconds_count") == 1, "it has")
+        router.nodes["d0"].resume()
+        assert answer.result(10).status_code == 200
     assert router.metric("tandem_request_queue_time_seconds_sum") >= 5.0
     assert router.metric("tandem_router_queue_time_seconds_sum") < 5.0
     assert router.metric("tandem_request_prefill_time_seconds_sum") == 0.0
