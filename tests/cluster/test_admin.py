@@ -167,7 +167,7 @@ def test_what_cannot_be_meant_is_a_mistake_of_the_request(cluster: FakeCluster, 
 
 
 def test_an_action_that_there_is_not(cluster: FakeCluster) -> None:
-    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, forecast, drain"):
+    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, foretell, drain"):
         acted(cluster, "down")
 
 
