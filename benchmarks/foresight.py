@@ -16,8 +16,8 @@ first token in time and 20 ms for each further one.
 15% off, and graded as a serving cluster grades it, by other requests like these on the changed cluster: how often the interval has the outcome.
 
 `quotes`: every request of a trace is told, at each of four confidences, by when its first token comes, as `X-Tandem-Quote` does; how many were.
-The nodes are alike, half of them prefill nodes. Each load is played twice: on steady nodes, and on nodes of which, for the middle third of the
-traffic, every one that reads prompts takes 1.6 times as long.
+The nodes are alike, half of them prefill nodes. Each load is played three times: on steady nodes; on nodes of which, for the middle third of the
+traffic, every one that reads prompts takes 1.6 times as long; and on nodes that take 3% longer forty times, which is three times as long at the end.
 
 `asked`: the same of a serving cluster, as its clients see it. Prompts of 20 to 200 tokens come at random times, and ask for a quote at one of the
 four confidences in turn.
@@ -31,6 +31,7 @@ import math
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -286,13 +287,21 @@ class QuotedDispatcher(Dispatcher):
         return generation
 
 
+# How many times as long prompts take from that share of the traffic's time on.
+NODES: dict[str, list[tuple[float, float]]] = {
+    "steady": [],
+    "slower for a third": [(1 / 3, SLOWER), (2 / 3, 1 / SLOWER)],
+    "slower and slower": [(step / 40, 1.03) for step in range(40)],
+}
+
+
 class SlowedPools(SimulatedPools):
-    def __init__(self, *args: Any, seconds: float, **more: Any) -> None:
+    def __init__(self, *args: Any, seconds: float, changes: list[tuple[float, float]], **more: Any) -> None:
         super().__init__(*args, **more)
         for node in self.nodes:
             if node.info.role is Role.PREFILL:
-                self._loop.call_at(seconds / 3, _slow, node, SLOWER)
-                self._loop.call_at(seconds * 2 / 3, _slow, node, 1 / SLOWER)
+                for share, times in changes:
+                    self._loop.call_at(share * seconds, _slow, node, times)
 
 
 def quotes(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -301,14 +310,12 @@ def quotes(options: argparse.Namespace) -> list[dict[str, Any]]:
     config = _with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool)))
     for speed in options.speed:
         traffic = RecordedTraffic(speed).of(rows, 0)
-        for nodes in ("steady", "slower for a third"):
-
-            def pools(*args: Any, slowed: bool = nodes != "steady", end: float = traffic.seconds, **more: Any) -> Any:
-                return SlowedPools(*args, seconds=end, **more) if slowed else SimulatedPools(*args, **more)
+        for nodes, changes in NODES.items():
+            make = partial(SlowedPools, seconds=traffic.seconds, changes=changes)
 
             with (
                 mock.patch("tandem.simulator.simulation.Dispatcher", QuotedDispatcher),
-                mock.patch("tandem.simulator.simulation.SimulatedPools", pools),
+                mock.patch("tandem.simulator.simulation.SimulatedPools", make),
             ):
                 told = simulate(SimulationSetup(config, dict.fromkeys(Role, COSTS), traffic))
             first = told.ttft_ms

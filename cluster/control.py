@@ -71,6 +71,18 @@ class ClusterView(msgspec.Struct, frozen=True):
     foresight: ForesightView | None = None  # None: this installation grades no forecasts
 
 
+class Expectation(msgspec.Struct, frozen=True):
+    """What other sizes are expected to bring. Neither a forecast nor a reason: nothing would change."""
+
+    forecast: Forecast | None = None
+    not_foretold: str = ""  # why
+    said: str = ""  # either in one line
+
+
+def not_foretold(why: str) -> Expectation:
+    return Expectation(not_foretold=why, said=f"what it will bring is not foretold: {why}")
+
+
 class ForesightView(msgspec.Struct, frozen=True):
     """What changes of sizes were expected to bring, and what came."""
 
@@ -122,3 +134,4 @@ class AppliedChange(msgspec.Struct, frozen=True):
     routers: list[str] = []  # settings that routers read at their start
     controller: list[str] = []  # settings that the controller's process reads at its start
     exchange: str = ""  # the id of the controller's exchange, as a view shows it; "" if it is not exchanged
+    sizes: dict[Role, int] = {}  # of the pools whose size changes

@@ -98,6 +98,9 @@ class RouterHandle(Handle[RouterInfo], Protocol):
     async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
         """Has the router show this score from now on. Returns what requests took that it answered within the last seconds."""
 
+    async def recalled(self) -> bytes:
+        """Returns what the router remembers of its last requests, and what its nodes have learnt, for the simulator; b"" if it cannot say."""
+
     async def nodes_heard(self) -> list[NodeSighting]:
         """Returns for each node when the router last heard from it."""
 

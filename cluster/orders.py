@@ -14,12 +14,12 @@ from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.settings import LONGEST_S, without_defaults
 from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
-from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
-from tandem.wire.forecasts import Forecast
+from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView, Expectation
 from tandem.wire.nodes import Role
 
 # For orders that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
 LOADING_S = 24 * 3600.0
+FORETELL_S = 12.0  # for all of a forecast
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Control(Protocol):
         """Returns the configuration as it is wanted now, which a rollout may not have completed yet."""
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]: ...
-    async def keep_forecast(self, forecast: Forecast) -> None: ...
+    async def foretell(self, wanted: dict[Role, int]) -> Expectation: ...
     async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]: ...
     async def change_role(self, node_id: str, role: Role) -> None: ...
@@ -130,15 +130,19 @@ class ScaleOrder(Order[list[str]], frozen=True):
         return await control.scale(self.pools)
 
 
-class ForecastOrder(Order[dict[str, str]], frozen=True):
-    """Keeps what a change of sizes, ordered just before, is expected to bring, until it is graded. Returns the sizes."""
+class ForetellOrder(Order[Expectation], frozen=True):
+    """Says what these sizes of the pools are expected to bring, within seconds, and changes nothing. A change to them that is ordered
+    within a minute is graded by that."""
 
-    action = "forecast"
-    forecast: Forecast
+    action = "foretell"
+    pools: dict[Role, NodeCount]
 
-    async def do(self, control: Control) -> dict[str, str]:
-        await control.keep_forecast(self.forecast)
-        return {"then": self.forecast.then}
+    @property
+    def limit_s(self) -> float:
+        return FORETELL_S
+
+    async def do(self, control: Control) -> Expectation:
+        return await control.foretell(self.pools)
 
 
 class DrainOrder(Order[bool], frozen=True):
@@ -285,7 +289,7 @@ class LogsOrder(LogsQuery, Order[ClusterLogs], frozen=True):
 ORDERS: dict[str, type[Order[Any]]] = {
     order.action: order
     for order in (
-        ViewOrder, TimeoutsOrder, ConfigurationOrder, ScaleOrder, ForecastOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
+        ViewOrder, TimeoutsOrder, ConfigurationOrder, ScaleOrder, ForetellOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
         AdaptersOrder, ApplyOrder, GoBackOrder, LogsOrder,
     )
 }  # fmt: skip

@@ -80,9 +80,11 @@ def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
 
 
 class ForesightWing(Protocol):
-    def foretell(self, urls: Sequence[str], wanted: Mapping[Role, int], config: TandemConfig) -> Forecast:
-        """Says what these sizes would bring. `urls`: of all routers. Takes seconds. Raises a TandemError with the reason if it cannot
-        be said."""
+    def foretell(
+        self, told: Sequence[bytes], there: Mapping[Role, int], wanted: Mapping[Role, int], config: TandemConfig
+    ) -> Forecast:
+        """Says what these sizes would bring. `told`: what each router recalls; `there`: the sizes now. Takes seconds. Raises a TandemError
+        with the reason if it cannot be said."""
 
 
 def foresight() -> ForesightWing | None:

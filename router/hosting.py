@@ -150,6 +150,13 @@ class RouterHost:
         services.pool.forecasts = msgspec.msgpack.decode(score, type=ForecastScore)
         return msgspec.msgpack.encode(services.dispatcher.recent.measured(ended_within_s))
 
+    async def recalled(self) -> bytes:
+        """Returns what this process shows of its last requests, a PageState, and of the nodes, in JSON: a simulator
+        plays them."""
+        from tandem.router.http.status_routes import recalled
+
+        return recalled(self._serving().services)
+
     async def nodes_heard(self) -> bytes:
         """Returns this router's sighting of each node, for a controller that a node does not answer."""
         return msgspec.msgpack.encode(self._serving().services.pool.sightings())

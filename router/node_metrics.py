@@ -162,14 +162,15 @@ class NodeCollector(Collector):
         score = self._pool.forecasts
         graded = GaugeMetricFamily(
             "tandem_forecasts",
-            "The last changes of sizes that were graded, by figure and by whether what came lay in the forecast's interval: inside, outside",
-            labels=["figure", "outcome"],
+            "The last changes of sizes that were graded, by figure, by who made the change (order, load), and by whether what came lay in the forecast's interval: inside, outside",
+            labels=["figure", "by", "outcome"],
         )
-        error = GaugeMetricFamily("tandem_forecast_error_ratio", "The median error of these", labels=["figure"])
+        error = GaugeMetricFamily("tandem_forecast_error_ratio", "The median error of these", labels=["figure", "by"])
         for one in score.figures:
-            graded.add_metric([one.what, "inside"], one.inside)
-            graded.add_metric([one.what, "outside"], score.graded - one.inside)
-            error.add_metric([one.what], one.error)
+            by = "load" if one.by_load else "order"
+            graded.add_metric([one.what, by, "inside"], one.inside)
+            graded.add_metric([one.what, by, "outside"], one.graded - one.inside)
+            error.add_metric([one.what, by], one.error)
         yield graded
         yield error
 

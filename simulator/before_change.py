@@ -1,49 +1,50 @@
-"""What other sizes are expected to bring, for commands that change them: the requests of all routers' last minutes are played on the cluster
-as it is and on the other, with what its nodes have learnt, within a few seconds."""
+"""What other sizes are expected to bring, for a controller: the requests of all routers' last minutes are played on the cluster as it is and on
+the other, with what its nodes have learnt, within a few seconds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.config import TandemConfig
 from tandem.engine.config import OWN_ENGINE
 from tandem.router.page_state import PageState
 from tandem.router.recent import LATEST, WINDOW_S, RequestAccount
 from tandem.simulator.change import change_of
-from tandem.simulator.learnt import learnt_costs
+from tandem.simulator.learnt import LearntNode, costs_of_nodes
+from tandem.simulator.planner import PoolSizes
 from tandem.wire.forecasts import Forecast
-from tandem.wire.nodes import ENGINE_ROLES, Role
+from tandem.wire.nodes import Role
 
-SIMULATING_S = 4.0
-ANSWER_S = 2.0  # until a router has answered
-ASKED_AT_ONCE = 16
+SIMULATING_S = 8.0
 
 
 class TooSlow(Exception):
     """The simulation takes longer than an operator waits."""
 
 
-def foretell(urls: Sequence[str], wanted: Mapping[Role, int], config: TandemConfig) -> Forecast:
-    """`urls`: of all routers. Raises a TandemError with the reason if it cannot be said."""
-    if not {*wanted} <= {*ENGINE_ROLES}:
-        raise ConfigurationError("encoder nodes are not simulated")
+class Recalled(msgspec.Struct):
+    """What a router remembers of its last requests, and what it was told of the nodes."""
+
+    page: PageState
+    nodes: list[LearntNode]
+
+
+def foretell(
+    told: Sequence[bytes], there: Mapping[Role, int], wanted: Mapping[Role, int], config: TandemConfig
+) -> Forecast:
+    """See `cluster.wings.ForesightWing`."""
     if config.model.engine != OWN_ENGINE:
         raise ConfigurationError(f"the nodes compute with {config.model.engine}, whose steps are not simulated")
-    with ThreadPoolExecutor(min(len(urls), ASKED_AT_ONCE)) as asking:
-        pages = list(asking.map(_page, urls))
-    for pool in pages[0].pools:
-        if pool.ready != pool.wanted:
-            raise ConfigurationError(f"{pool.ready} of {pool.wanted} {pool.role} nodes serve now")
-    costs = learnt_costs(urls[0], timeout=ANSWER_S).costs
+    routers = [msgspec.json.decode(each, type=Recalled) for each in told]
+    pages = [each.page for each in routers]
+    costs = costs_of_nodes("the cluster", routers[0].nodes, pages[0]).costs
     since = max(page.nodes_since for page in pages)
     state = msgspec.structs.replace(pages[0], latest=together(pages), nodes_since=since)
+    now = PoolSizes(there.get(Role.PREFILL, 0), there.get(Role.DECODE, 0), there.get(Role.AGGREGATED, 0))
     give_up_at = time.monotonic() + SIMULATING_S
 
     def in_time(share: float, seconds: float, running: int) -> None:
@@ -51,18 +52,13 @@ def foretell(urls: Sequence[str], wanted: Mapping[Role, int], config: TandemConf
             raise TooSlow
 
     try:
-        return change_of(state, wanted, config, costs, in_time)
+        return change_of(state, wanted, config, costs, in_time, now)
     except Exception as error:
         if not _is_slow(error):
             raise
         raise ConfigurationError(
             f"simulating {len(state.latest)} requests twice takes more than {SIMULATING_S:.0f} s here: `tandem what-if` takes its time"
         ) from None
-
-
-def _page(url: str) -> PageState:
-    with closing(ApiClient(url, key_from_environment(), timeout=ANSWER_S)) as client:
-        return client.read("/ui/state", PageState)
 
 
 def together(pages: Iterable[PageState]) -> list[RequestAccount]:

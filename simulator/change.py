@@ -45,10 +45,10 @@ def change_of(
     config: TandemConfig,
     costs: Mapping[Role, CostModel],
     on_progress: OnProgress | None = None,
+    there: PoolSizes | None = None,
 ) -> Forecast:
-    """Raises ConfigurationError with the reason if it cannot be said."""
-    there = sizes_of(state)
-    other = there
+    """`there`: the sizes now; by default the nodes that serve. Raises ConfigurationError with the reason if it cannot be said."""
+    other = there = there or sizes_of(state)
     for role, size in wanted.items():
         other = other.with_size(role, size)
     whole = (one for one in state.latest if one.is_whole and one.began_at >= state.nodes_since)

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
+from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.router.page_state import PageState
 from tandem.simulator.costs import DEFAULT_START_S, LEAST_STEP_S, CostModel, CostTable, RequestCost, TransferCost
 from tandem.simulator.profile_client import ClusterNode, refuse_contexts
@@ -29,7 +29,9 @@ class _Counters(msgspec.Struct):
     transfer_blocks_received: int = 0
 
 
-class _Node(ClusterNode):
+class LearntNode(ClusterNode):
+    """A node with what it has learnt, as GET /cluster tells of it."""
+
     counters: _Counters | None = None
 
     @property
@@ -38,7 +40,7 @@ class _Node(ClusterNode):
 
 
 class _Cluster(msgspec.Struct):
-    nodes: list[_Node]
+    nodes: list[LearntNode]
 
 
 class LearntCosts(NamedTuple):
@@ -46,18 +48,20 @@ class LearntCosts(NamedTuple):
     note: str
 
 
-def learnt_costs(url: str, transport: httpx.BaseTransport | None = None, timeout: float = ANSWER_S) -> LearntCosts:
+def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> LearntCosts:
     """Returns the costs of each role's nodes; of a role that the cluster does not have, from the steps of the other roles. Raises
     ConfigurationError while the nodes have made too few steps."""
-    client = ApiClient(url, key_from_environment(), transport, timeout)
+    client = ApiClient(url, key_from_environment(), transport)
     try:
-        nodes = [node for node in client.read("/cluster", _Cluster).nodes if node.role in ENGINE_ROLES]
-        return _learnt(url, nodes, client.read("/ui/state", PageState))
+        nodes = client.read("/cluster", _Cluster).nodes
+        return costs_of_nodes(url, nodes, client.read("/ui/state", PageState))
     finally:
         client.close()
 
 
-def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
+def costs_of_nodes(url: str, nodes: Sequence[LearntNode], page: PageState) -> LearntCosts:
+    """`url`: whose nodes they are, for messages."""
+    nodes = [node for node in nodes if node.role in ENGINE_ROLES]
     refuse_contexts(nodes)
     readers = [node for node in nodes if node.learnt.prompts_seen >= FEWEST]
     writers = [node for node in nodes if node.learnt.rows_seen >= FEWEST]
@@ -82,13 +86,17 @@ def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
     return LearntCosts(costs, f"{reading}; {writing}")
 
 
-def _of(role: Role, nodes: Sequence[_Node]) -> Sequence[_Node]:
+def _of(role: Role, nodes: Sequence[LearntNode]) -> Sequence[LearntNode]:
     """The nodes of the role; all of them if there is none."""
     return [node for node in nodes if node.role is role] or nodes
 
 
 def _costs_of(
-    name: str, nodes: Sequence[_Node], readers: Sequence[_Node], writers: Sequence[_Node], page: PageState
+    name: str,
+    nodes: Sequence[LearntNode],
+    readers: Sequence[LearntNode],
+    writers: Sequence[LearntNode],
+    page: PageState,
 ) -> CostModel:
     longest = min(node.max_model_len for node in nodes)
     reading, writing = [node.learnt for node in readers], [node.learnt for node in writers]
@@ -132,7 +140,7 @@ def _table(sizes: Sequence[int], longest: int, seconds: Callable[[float, float],
     )
 
 
-def _said(what: str, nodes: Sequence[_Node], seen: str, error: str, most: str) -> str:
+def _said(what: str, nodes: Sequence[LearntNode], seen: str, error: str, most: str) -> str:
     """In a few words what these costs come from, and how wrong they were."""
     learnt = [node.learnt for node in nodes]
     wrong = statistics.fmean(getattr(one, error) for one in learnt)

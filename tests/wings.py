@@ -240,7 +240,10 @@ WINGS: dict[str, Wing] = {
         ("engine/model/hidden_states/",),
         ("tests/engine/model/test_hidden_states.py", "tests/integration/test_own_heads.py"),
     ),
-    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "autoscaling": Wing(
+        ("cluster/pools/autoscaling/",),
+        ("tests/cluster/pools/autoscaling/", "tests/cluster/pools/foresight/test_steps_by_load.py"),
+    ),
     "foresight": Wing(
         ("cluster/pools/foresight/",),
         (

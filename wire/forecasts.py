@@ -1,5 +1,5 @@
-"""What a change of the pools' sizes is expected to bring, and what came of it: from the command that foretells it to the controller that
-grades it, and between that controller and the routers, which measure and show it."""
+"""What a change of the pools' sizes is expected to bring, and what came of it: kept by the controller, which foretells and grades it, and told to
+the routers, which measure and show it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Forecast(msgspec.Struct, frozen=True):
     busy_then: dict[str, float]
     sizes: dict[Role, int] = {}  # `then`, of each role with an engine
     longest_s: float = 0.0  # the longest of these requests
+    by_load: bool = False  # a step of the autoscaler, which nobody ordered
 
 
 class GradedFigure(msgspec.Struct, frozen=True):
@@ -76,12 +77,17 @@ class GradedForecast(msgspec.Struct, frozen=True):
     requests: int  # that it was graded by
     figures: list[GradedFigure] = []
     not_graded: str = ""  # why
+    by_load: bool = False
 
 
 class FigureScore(msgspec.Struct, frozen=True):
+    """Of the graded changes that were ordered, or of those that the load made."""
+
     what: str
-    inside: int  # of the graded changes
+    inside: int
     error: float  # the median of what was foretold, relative to what came
+    graded: int = 0
+    by_load: bool = False
 
 
 class ForecastScore(msgspec.Struct, frozen=True):
@@ -90,4 +96,6 @@ class ForecastScore(msgspec.Struct, frozen=True):
     graded: int = 0
     not_graded: int = 0
     figures: list[FigureScore] = []
-    said: list[str] = []  # in sentences: what is waited for, what came of the last one, and these figures
+    said: list[
+        str
+    ] = []  # in sentences: what is waited for or was not foretold, what came of the last one, and these figures

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, RequestError, Unavailable
+from tandem.cluster.commands.foretelling import foretold
 from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterView, ExchangePhase
+from tandem.cluster.control import AppliedChange, ClusterView, ExchangePhase, Expectation, not_foretold
 from tandem.cluster.describe import counted
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
@@ -28,6 +30,12 @@ _PERHAPS = "the controller had not answered yet: `tandem status` shows whether a
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
+class Applied(NamedTuple):
+    change: AppliedChange  # that was made, or would be
+    done: bool  # all of it
+    expected: Expectation
+
+
 def apply(
     config: TandemConfig,
     target: CommandTarget,
@@ -35,11 +43,11 @@ def apply(
     dry_run: bool = False,
     wait: bool = True,
     judge: RolloutJudge | None = None,
-) -> tuple[AppliedChange, bool]:
-    """Returns what changed, or would change, and whether all of it was done. `judge` takes a rollout back that answers otherwise."""
+) -> Applied:
+    """`judge` takes a rollout back that answers otherwise."""
     url, say, goes_on = target.url, target.say, ""
 
-    async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
+    async def work(cluster: OperatedCluster) -> Applied:
         nonlocal goes_on
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
         wanted = with_model(config, model)
@@ -47,22 +55,26 @@ def apply(
             say(f"{counted(await asyncio.to_thread(judge.learn), 'request')} answered, to be compared")
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
-        goes_on = "" if dry_run else _PERHAPS
-        change = await cluster.ask(ApplyOrder(wanted, dry_run))
+        change = await cluster.ask(ApplyOrder(wanted, dry_run=True))
+        expected = await _foretold(cluster, change, say)
+        if not dry_run:
+            goes_on = _PERHAPS
+            change = await cluster.ask(ApplyOrder(wanted))
         for line in described(change, dry_run=dry_run):
             say(line)
         replaces = bool(change.nodes or change.routers)
         goes_on = _GOES_ON if not dry_run and (replaces or change.exchange) else ""
         if dry_run or not (replaces or change.exchange):
-            return change, True
+            return Applied(change, True, expected)
         moves = any(name in _MOVES for name in change.routers)
         if moves:
             say("clients find routers at another address now, and for a minute at the old one, too")
         if not wait or (moves and url is not None):
             say(_GOES_ON)
-            return change, True
+            return Applied(change, True, expected)
         done = not change.exchange or await follow_exchange(cluster, change.exchange, say)
-        return change, (not replaces or await follow(cluster, change.revision, say, judge=judge)) and done
+        done = (not replaces or await follow(cluster, change.revision, say, judge=judge)) and done
+        return Applied(change, done, expected)
 
     try:
         return target.run(work)
@@ -70,6 +82,22 @@ def apply(
         if goes_on:
             say(goes_on)
         raise
+
+
+async def _foretold(cluster: OperatedCluster, change: AppliedChange, say: Say) -> Expectation:
+    """`change`: as it would be."""
+    if change.sizes and not (change.nodes or change.routers):
+        return await foretold(cluster, change.sizes, say)
+    expected = Expectation()
+    if change.sizes:
+        expected = not_foretold("nodes or routers with other settings come in the place of those that serve")
+    elif any(name.startswith("pools.") for name in change.at_once):
+        expected = not_foretold(
+            "limits alone change no size; each step that the load makes within them is foretold then"
+        )
+    if expected.said:
+        say(expected.said)
+    return expected
 
 
 def go_back(target: CommandTarget) -> bool:

@@ -38,6 +38,7 @@ def _describe_apply(parser: argparse.ArgumentParser) -> None:
 def _apply(options: argparse.Namespace) -> int:
     from tandem.base.errors import ConfigurationError
     from tandem.cluster.commands.apply import apply, go_back
+    from tandem.cluster.commands.foretelling import as_json
 
     if options.back:
         given = {
@@ -62,12 +63,12 @@ def _apply(options: argparse.Namespace) -> int:
     options.name = config.name if options.url is None else None
     judge = _judge(options)
     try:
-        change, done = apply(config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait, judge=judge)
+        applied = apply(config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait, judge=judge)
     finally:
         if judge is not None:
             judge.close()
-    print_found(options, {"change": change, "done": done})
-    return 0 if done else 1
+    print_found(options, {"change": applied.change, "done": applied.done, **as_json(applied.expected)})
+    return 0 if applied.done else 1
 
 
 def _judge(options: argparse.Namespace) -> RolloutJudge | None:

@@ -17,7 +17,7 @@ from tandem.base.errors import ConfigurationError, InternalError, TandemError
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
-from tandem.cluster.commands.foretelling import after_role, foretold
+from tandem.cluster.commands.foretelling import after_role, as_json, foretold
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.control import DRAIN_S
@@ -179,14 +179,15 @@ Printed = dict[str, Any]
 
 def scale(target: CommandTarget, options: argparse.Namespace) -> Printed:
     sizes = parse_sizes(options.sizes)
-    lines, expected = target.run(
-        lambda cluster: foretold(
-            cluster, lambda view: sizes, lambda: cluster.ask(ScaleOrder(sizes)), target.say, target.url
-        )
-    )
-    for line in lines:
-        target.say(line)
-    return {"changes": lines, **expected.as_json()}
+
+    async def work(cluster: OperatedCluster) -> Printed:
+        expected = await foretold(cluster, sizes, target.say)
+        lines = await cluster.ask(ScaleOrder(sizes))
+        for line in lines:
+            target.say(line)
+        return {"changes": lines, **as_json(expected)}
+
+    return target.run(work)
 
 
 def drain(target: CommandTarget, options: argparse.Namespace) -> Printed:
@@ -274,17 +275,15 @@ def _limit_s(options: argparse.Namespace) -> float:
 
 def change_role(target: CommandTarget, options: argparse.Namespace) -> Printed:
     node_id, role = options.node, parse_role(options.role)
-    done, expected = target.run(
-        lambda cluster: foretold(
-            cluster,
-            lambda view: after_role(view, node_id, role),
-            lambda: change_role_of(cluster, node_id, role, target.say),
-            target.say,
-            target.url,
-        )
-    )
-    target.say(f"{node_id} is ready as a {role.value} node")
-    return {**done, **expected.as_json()}
+
+    async def work(cluster: OperatedCluster) -> Printed:
+        sizes = after_role(await cluster.ask(ViewOrder()), node_id, role)
+        expected = await foretold(cluster, sizes, target.say)
+        done = await change_role_of(cluster, node_id, role, target.say)
+        target.say(f"{node_id} is ready as a {role.value} node")
+        return {**done, **as_json(expected)}
+
+    return target.run(work)
 
 
 async def change_role_of(cluster: OperatedCluster, node_id: str, role: Role, say: Say) -> Printed:

@@ -394,6 +394,12 @@ class RayRouter(RayHandle):
         took = await answer(actor.follow_forecasts.remote(msgspec.msgpack.encode(score), ended_within_s))
         return msgspec.msgpack.decode(took, type=list[MeasuredRequest])
 
+    async def recalled(self) -> bytes:
+        actor = await self.actor()
+        if not hasattr(actor, "recalled"):
+            return b""  # it runs an earlier version
+        return bytes(await answer(actor.recalled.remote()))
+
     async def nodes_heard(self) -> list[NodeSighting]:
         heard = await answer((await self.actor()).nodes_heard.remote())
         return msgspec.msgpack.decode(heard, type=list[NodeSighting])

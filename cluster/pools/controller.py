@@ -19,7 +19,7 @@ from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalErr
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterView
+from tandem.cluster.control import AppliedChange, ClusterView, Expectation
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
@@ -33,7 +33,6 @@ from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
 from tandem.cluster.pools.wings import Joints, join_wings
 from tandem.cluster.tasks import Clock, first_of, has_ended
-from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
@@ -227,6 +226,7 @@ class Controller:
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         async with self.pools.writing():
             new, lines = operator_changes.scaled(self._config, self.pools.state, self.pools.facts(), wanted)
+            self._foretell_change(new)
             await self._change_load(new)
         lines += [
             f"{name} was left out and is tried again" for name in self._left_out(wanted) if self.fleet.retry(name)
@@ -235,10 +235,15 @@ class Controller:
             self.pools.note(line)
         return lines
 
-    async def keep_forecast(self, forecast: Forecast) -> None:
+    async def foretell(self, wanted: dict[Role, int]) -> Expectation:
+        await self.pools.has_read.wait()
         if self._joints.foresight is None:
-            raise ConfigurationError("this installation grades no forecasts")
-        await self._joints.foresight.keep(forecast)
+            raise ConfigurationError("this installation foretells nothing")
+        return await self._joints.foresight.foretell(wanted)
+
+    def _foretell_change(self, new: ClusterState, *, by_load: bool = False) -> None:
+        if self._joints.foresight is not None:
+            self._joints.foresight.changes(new, by_load=by_load)
 
     def _left_out(self, wanted: dict[Role, int]) -> list[str]:
         """Returns the routers and nodes to start again if they were left out. A pool that shrinks loses its left-out nodes instead."""
@@ -250,8 +255,9 @@ class Controller:
         return names
 
     async def _resize(self, wanted: Mapping[Role, int]) -> None:
-        """Requires `writing`."""
+        """Does what the load needs. Requires `writing`."""
         new = operator_changes.resized(self._config, self.pools.state, self.pools.facts(), wanted)
+        self._foretell_change(new, by_load=True)
         await self._change_load(new)
 
     async def _change_load(self, new: ClusterState) -> None:
@@ -266,6 +272,7 @@ class Controller:
             record = state.known(node_id)
             if not record.leaving:
                 new = operator_changes.drained(self._config, state, self.pools.facts(), record)
+                self._foretell_change(new)
                 await self.pools.change_to(new, {node_id: timeout_s})
                 self.pools.note(f"{node_id} is drained, as asked")
             (departure,) = self._departures([node_id])
@@ -306,6 +313,7 @@ class Controller:
             if dry_run or not (found.sizes or found.at_once or found.nodes or found.routers):
                 return change
             new = operator_changes.with_config(running, state, self.pools.facts(), wanted, found, time.time())
+            self._foretell_change(new)
             await self.pools.change_config(new)
             self._begin_wings()
             for line in change.at_once:
@@ -365,6 +373,7 @@ class Controller:
             record = state.known(node_id)
             if record.role is not role:
                 new = operator_changes.with_role(self._config, state, self.pools.facts(), record, role)
+                self._foretell_change(new)
                 await self.pools.change_to(new)
                 self.pools.note(f"{node_id} becomes a {role.value} node, as asked")
             elif self.fleet.retry(node_id):

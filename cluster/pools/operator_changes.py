@@ -200,6 +200,7 @@ def describe_difference(state: ClusterState, found: ConfigDifference) -> Applied
         state.revision.number,
         found.routers,
         found.controller,
+        sizes={role: size for role, size in found.sizes.items() if size is not None and size != state.sizes.get(role)},
     )
 
 

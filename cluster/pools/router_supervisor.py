@@ -174,6 +174,18 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             logger.warning("%s", error)
             return []
 
+    async def recalled(self) -> bytes:
+        """Returns what the simulator plays; b"" if the router does not say."""
+        if not self.serves or self.handle is None:
+            return b""
+        try:
+            return await self._clock.within(
+                self._timeouts.silence_s, self.handle.recalled(), f"asking {self.name} what it remembers"
+            )
+        except TandemError as error:
+            logger.warning("%s", error)
+            return b""
+
     async def drain(self, limit_s: float) -> bool:
         """The router refuses new requests. Returns True when all of its requests ended in time, or if it has none yet."""
         if not self.serves or self.handle is None:

@@ -13,10 +13,10 @@ from tandem.base.wings import find_wings
 if TYPE_CHECKING:
     from tandem.base.tasks import Tasks
     from tandem.cluster.config import TandemConfig
-    from tandem.cluster.control import ForesightView
+    from tandem.cluster.control import Expectation, ForesightView
     from tandem.cluster.pools.reconciler import Reconciler
+    from tandem.cluster.pools.state import ClusterState
     from tandem.cluster.tasks import Clock
-    from tandem.wire.forecasts import Forecast
     from tandem.wire.nodes import Role
 
 ROWS = (
@@ -39,12 +39,16 @@ async def _refused(load: Mapping[str, str], unload: Sequence[str]) -> dict[str, 
 
 
 class Foresight(Protocol):
-    """Keeps what changes of sizes are expected to bring, and grades it."""
+    """Says what changes of sizes are expected to bring, and grades it."""
 
     def view(self) -> ForesightView: ...
 
-    async def keep(self, forecast: Forecast) -> None:
-        """`forecast`: of a change that was ordered just before."""
+    async def foretell(self, wanted: Mapping[Role, int]) -> Expectation:
+        """Takes seconds."""
+
+    def changes(self, new: ClusterState, *, by_load: bool) -> None:
+        """The cluster is about to become this, which may have other sizes. What that brings is foretold beside it, unless it was just now,
+        and graded."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Joints:
     # Carries out the recorded rollout, and ends with it; None: what needs one is refused
     roll_out: Callable[[], Coroutine[Any, Any, None]] | None = None
     adapters: ChangeAdapters = _refused
-    foresight: Foresight | None = None  # None: nothing is graded
+    foresight: Foresight | None = None  # None: nothing is foretold
 
 
 class PoolsWing(Protocol):

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json, send_page
-from tandem.router.http.page_figures import VERSION, node_rows, page_of_all, state_of
+from tandem.router.http.page_figures import VERSION, node_rows, page_of, page_of_all, state_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
 from tandem.router.member import Member
@@ -131,6 +131,12 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         node["counters"] = member.counters.in_full()
         node["counters_age_s"] = round(now - member.counters_at, 3) if member.counters_at is not None else None
     return node
+
+
+def recalled(services: Services) -> bytes:
+    """What this process alone knows of its last requests, and what the nodes have learnt."""
+    nodes = [_node(services, member) for member in services.pool.members]
+    return msgspec.json.encode({"page": page_of(services), "nodes": nodes})
 
 
 _NO_STORE = ((b"cache-control", b"no-store"),)

@@ -11,7 +11,7 @@ from tandem.router.dispatch import Dispatcher, Generation, RequestLife
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.quoter import QUOTE_HEADER, FirstTokenQuoter, refused
-from tandem.router.quotes.first_tokens import FirstTokenTimes, needed
+from tandem.router.quotes.first_tokens import FirstTokenTimes, Outlook, needed
 from tandem.router.wings import RouterWing
 
 LOWEST, HIGHEST = 0.5, 0.99
@@ -32,20 +32,27 @@ class QuoteMaker(FirstTokenQuoter):
         self._metrics = dispatcher.metrics
         self._clock = dispatcher.placement.clock
         self._times = FirstTokenTimes()
+        self._outlooks: dict[RequestLife, Outlook] = {}  # of quoted requests that wait for their first token
         self._told: dict[HttpExchange, FirstTokenQuote] = {}  # requests that have not ended
         dispatcher.on_begun.add(self._observe)
 
     def _observe(self, life: RequestLife) -> None:
         timings, expected_s = life.timings, life.decisions[0].first_token_s
         if expected_s is not None and timings.submitted_at is not None and timings.first_token_at is not None:
-            self._times.observe(expected_s, timings.first_token_at - timings.submitted_at)
+            took_s = timings.first_token_at - timings.submitted_at
+            self._times.observe(expected_s, took_s)
+            if (outlook := self._outlooks.pop(life, None)) is not None:
+                self._times.learn(outlook, took_s)
 
     def quote(self, life: RequestLife, confidence: float) -> FirstTokenQuote:
         """Called when the request's first attempt was sent."""
         timings, expected_s = life.timings, life.decisions[0].first_token_s
-        within_s = self._times.within_s(expected_s, confidence) if expected_s is not None else None
-        if within_s is None or timings.submitted_at is None:
+        if expected_s is None or timings.submitted_at is None:
             return FirstTokenQuote(confidence, None)
+        outlook = self._times.outlook(expected_s)
+        if (within_s := self._times.within_s(outlook, confidence)) is None:
+            return FirstTokenQuote(confidence, None)
+        self._outlooks[life] = outlook
         return FirstTokenQuote(confidence, timings.submitted_at - timings.arrived_at + within_s)
 
     def check(self, exchange: HttpExchange) -> None:
@@ -69,6 +76,7 @@ class QuoteMaker(FirstTokenQuoter):
         if (quote := self._told.pop(exchange, None)) is None:
             return
         life = generation.lives[0]
+        self._outlooks.pop(life, None)
         first_at, arrived_at = life.timings.first_token_at, life.timings.arrived_at
         if quote.by_s is None:
             outcome = "unknown"

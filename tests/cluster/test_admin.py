@@ -170,7 +170,7 @@ def test_what_the_cluster_refuses_is_a_mistake_too_and_its_absence_is_not(cluste
     cluster.error = Unavailable("it is away")
     with pytest.raises(Unavailable):
         acted(cluster, "scale", {"pools": {"decode": 2}})
-    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, forecast, drain"):
+    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, foretell, drain"):
         acted(cluster, "down")
 
 

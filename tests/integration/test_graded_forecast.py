@@ -17,6 +17,7 @@ from tests.integration.cluster_lab import START_S, free_port
 from tests.integration.test_ports import KEYS, tandem
 
 OPERATOR = "ops-key"
+FORETOLD_S = 60.0
 GRADED_S = 300.0  # a node starts, a minute passes, and sixty requests come
 
 
@@ -67,6 +68,20 @@ def graded(url: str) -> dict[str, Any]:
     raise AssertionError(f"not graded after {GRADED_S:.0f} s: {foresight}")
 
 
+def foretold(url: str) -> dict[str, Any]:
+    """Returns what is expected of the change that was just made."""
+    deadline = time.monotonic() + FORETOLD_S
+    while time.monotonic() < deadline:
+        headers = {"authorization": f"Bearer {OPERATOR}"}
+        view = httpx.post(f"{url}/admin/view", headers=headers, timeout=30, trust_env=False).raise_for_status()
+        foresight: dict[str, Any] = view.json()["foresight"]
+        if foresight.get("pending"):
+            pending: dict[str, Any] = foresight["pending"]
+            return pending
+        threading.Event().wait(0.5)
+    raise AssertionError(f"not foretold after {FORETOLD_S:.0f} s: {foresight}")
+
+
 def test_what_a_change_brings_is_said_before_it_and_compared_with_what_came(serve: Any) -> None:
     flags = ["--prefill", "1", "--decode", "1", "--port", str(free_port())]
     command = serve(*flags, "--set", f"router.api_keys={json.dumps(KEYS)}")
@@ -92,9 +107,15 @@ def test_what_a_change_brings_is_said_before_it_and_compared_with_what_came(serv
 
     status = done(tandem(url, OPERATOR, "status")).stdout
     assert "forecast: 1 prefill, 1 decode → 2 prefill, 1 decode: first token, p90 was " in status
-    assert "of the last 1 graded forecast, first token, p90 came inside the interval" in status
+    assert "of the last 1 graded forecast of an ordered change, first token, p90 came inside the interval" in status
     score = json.loads(done(tandem(url, OPERATOR, "status", "-o", "json")).stdout)["router"]["forecasts"]
     assert score["graded"] == 1
     assert "tandem_forecasts{" in read(url, "/metrics").text
     assert read(url, "/ui/state").json()["router"]["forecasts"]["said"] == score["said"]
+    # What nobody asked about before is foretold beside the change: here a request as the page sends it.
+    headers = {"authorization": f"Bearer {OPERATOR}"}
+    body = {"pools": {"prefill": 1}}
+    httpx.post(f"{url}/admin/scale", json=body, headers=headers, timeout=30, trust_env=False).raise_for_status()
+    pending = foretold(url)
+    assert (pending["now"], pending["then"]) == ("2 prefill, 1 decode", "1 prefill, 1 decode")
     print(scaled.stderr, status)

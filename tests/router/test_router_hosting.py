@@ -42,7 +42,7 @@ async def test_a_controller_that_comes_back_finds_the_router_that_has_started(mo
 
 
 async def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folder: str) -> None:
-    figures = [FigureScore("first token, p90", 7, 0.25)]
+    figures = [FigureScore("first token, p90", 7, 0.25, 9), FigureScore("first token, p90", 1, 0.5, 2, by_load=True)]
     score = ForecastScore(graded=9, figures=figures, said=["of the last 9 graded forecasts, 7 were inside"])
     host = RouterHost(encoded(model_folder))
     info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
@@ -51,11 +51,15 @@ async def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folde
     with httpx.Client(base_url=info.url, trust_env=False) as client:
         metrics = (await asyncio.to_thread(client.get, "/metrics")).text
         state = (await asyncio.to_thread(client.get, "/ui/state")).content
+    page = msgspec.json.decode(state, type=PageState)
     figure, model = 'figure="first token, p90"', 'model_name="fake"'
-    assert f'tandem_forecasts{{{figure},{model},outcome="inside"}} 7.0' in metrics
-    assert f'tandem_forecasts{{{figure},{model},outcome="outside"}} 2.0' in metrics
-    assert f"tandem_forecast_error_ratio{{{figure},{model}}} 0.25" in metrics
-    assert msgspec.json.decode(state, type=PageState).router.forecasts == score
+    for by, inside, outside, error in (("order", 7.0, 2.0, 0.25), ("load", 1.0, 1.0, 0.5)):
+        assert f'tandem_forecasts{{by="{by}",{figure},{model},outcome="inside"}} {inside}' in metrics
+        assert f'tandem_forecasts{{by="{by}",{figure},{model},outcome="outside"}} {outside}' in metrics
+        assert f'tandem_forecast_error_ratio{{by="{by}",{figure},{model}}} {error}' in metrics
+    recalled = msgspec.json.decode(await host.recalled())
+    assert (recalled["page"]["latest"], recalled["nodes"]) == ([], [])
+    assert page.router.forecasts == score
     await host.stop()
 
 

@@ -204,10 +204,10 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     opened(browser, router)
     assert browser.run("document.querySelectorAll('#admin button').length") == 0
     browser.run(
-        "window.asked = []; window.confirm = () => true; const through = window.fetch;"
+        "window.asked = []; window.questions = []; window.confirm = text => questions.push(text); const through = window.fetch;"
         "window.fetch = (path, options) => { if (!/^.(admin|ui.decisions)/.test(path)) return through(path, options);"
         " if (options.body) asked.push([path, options.body]);"
-        " const told = path === '/ui/decisions' ? {may_act: true, decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
+        " const told = path === '/ui/decisions' ? {may_act: true, decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : path === '/admin/foretell' ? {said: 'expected: half as long'} : {changes: ['done']};"
         " return Promise.resolve(new Response(JSON.stringify(told), {status: 200})); };"
         "const told = measure; window.measure = state => { state.router.tells_decisions = true; told(state); }; viewedAt = -1e9; 0"
     )
@@ -226,10 +226,17 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
         "[...document.querySelectorAll('#detail-body button')].find(one => one.innerText === 'Make it prefill').click()"
     )
     browser.until("asked.some(([path]) => path === '/admin/role')", "it asks")
-    bodies = {path: json.loads(body) for path, body in browser.run("asked")}
-    assert bodies["/admin/scale"] == {"pools": {"decode": 3}}
-    assert bodies["/admin/drain"] == {"node": "d0"}
-    assert bodies["/admin/role"] == {"node": "d0", "role": "prefill"}
+    asked = [(path, json.loads(body)) for path, body in browser.run("asked")]
+    prefill, decode = (browser.run(f"sizeOf('{role}')") for role in ("prefill", "decode"))
+    assert asked == [
+        ("/admin/foretell", {"pools": {"decode": 3}}),
+        ("/admin/scale", {"pools": {"decode": 3}}),
+        ("/admin/foretell", {"pools": {"decode": decode - 1}}),
+        ("/admin/drain", {"node": "d0"}),
+        ("/admin/foretell", {"pools": {"decode": decode - 1, "prefill": prefill + 1}}),
+        ("/admin/role", {"node": "d0", "role": "prefill"}),
+    ], "what it brings is said before it is wanted"
+    assert browser.run("questions")[0] == "Make the decode pool 3 nodes?\n\nexpected: half as long"
 
 
 @pytest.fixture

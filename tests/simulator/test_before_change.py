@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
-from tandem.router.page_state import PageState, PoolRow
+from tandem.router.page_state import PageState
 from tandem.router.recent import LATEST, RequestAccount
 from tandem.simulator import before_change
 from tandem.simulator.before_change import foretell, together
@@ -18,12 +18,22 @@ from tandem.simulator.learnt import LearntCosts
 from tandem.wire.nodes import Role
 from tests.router.test_router_recent import QUICK
 from tests.simulator.test_change import rows
+from tests.simulator.test_learnt import BOTH, node
 from tests.simulator.test_what_if import STARTED_AT, measured, state
 from tests.simulator.worlds import a_setup, node_costs
 
 SETUP = a_setup(rows(1))
 ACCOUNTS = measured(SETUP)
-Pages = dict[str, PageState]
+NOW = {Role.PREFILL: 1, Role.DECODE: 1}
+NODES = [node("prefill", BOTH), node("decode", BOTH)]
+
+
+@pytest.fixture
+def learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes have learnt what they take, and there is time."""
+    costs = LearntCosts(dict.fromkeys(Role, node_costs()), "")
+    monkeypatch.setattr(before_change, "costs_of_nodes", lambda url, nodes, page: costs)
+    monkeypatch.setattr(before_change, "SIMULATING_S", 600.0)
 
 
 def page(accounts: Sequence[RequestAccount], **fields: Any) -> PageState:
@@ -31,38 +41,24 @@ def page(accounts: Sequence[RequestAccount], **fields: Any) -> PageState:
     return msgspec.structs.replace(state(accounts, "prefill", "decode"), **now)
 
 
-@pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
-    """Routers by URL, whose nodes have learnt."""
-    found: Pages = {}
-
-    class Client:
-        def __init__(self, url: str, key: str | None, timeout: float) -> None:
-            self._url = url
-
-        def read(self, path: str, kind: type) -> PageState:
-            assert path == "/ui/state"
-            if self._url not in found:
-                raise Unavailable(f"{self._url} does not answer")
-            return found[self._url]
-
-        def close(self) -> None: ...
-
-    costs = LearntCosts(dict.fromkeys(Role, node_costs()), "")
-    monkeypatch.setattr(before_change, "SIMULATING_S", 1000.0)  # however busy this machine is
-    monkeypatch.setattr(before_change, "ApiClient", Client)
-    monkeypatch.setattr(before_change, "learnt_costs", lambda url, timeout: costs)
-    return found
+def told(*pages: PageState, nodes: list[dict[str, Any]] = NODES) -> list[bytes]:
+    """What so many routers recall."""
+    return [msgspec.json.encode({"page": each, "nodes": nodes}) for each in pages]
 
 
-def test_the_requests_of_two_routers_are_played_together(pages: Pages) -> None:
-    pages["http://a"], pages["http://b"] = page(ACCOUNTS[::2]), page(ACCOUNTS[1::2])
-    forecast = foretell(["http://a", "http://b"], {Role.PREFILL: 2}, SETUP.config)
+def test_the_requests_of_two_routers_are_played_together(learnt: None) -> None:
+    two = told(page(ACCOUNTS[::2]), page(ACCOUNTS[1::2]))
+    forecast = foretell(two, NOW, {Role.PREFILL: 2}, SETUP.config)
     assert (forecast.now, forecast.then, forecast.requests) == ("1 prefill, 1 decode", "2 prefill, 1 decode", 60)
     assert forecast.sizes == {Role.PREFILL: 2, Role.DECODE: 1, Role.AGGREGATED: 0}
     assert forecast.longest_s == max(account.total_s for account in ACCOUNTS)
-    pages["http://c"] = page(ACCOUNTS)
-    assert foretell(["http://c"], {Role.PREFILL: 2}, SETUP.config).expected == forecast.expected
+    assert foretell(told(page(ACCOUNTS)), NOW, {Role.PREFILL: 2}, SETUP.config).expected == forecast.expected
+
+
+def test_the_cluster_before_is_the_one_that_the_controller_knows(learnt: None) -> None:
+    """A router may show a node that is leaving already."""
+    forecast = foretell(told(page(ACCOUNTS)), {**NOW, Role.PREFILL: 2}, {Role.PREFILL: 1}, SETUP.config)
+    assert (forecast.now, forecast.then) == ("2 prefill, 1 decode", "1 prefill, 1 decode")
 
 
 def at(*ended: float) -> list[RequestAccount]:
@@ -83,30 +79,21 @@ def vllm(config: TandemConfig) -> TandemConfig:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "config", "fields", "reason"),
+    ("config", "pages", "nodes", "reason"),
     [
-        ({Role.ENCODE: 2}, SETUP.config, {}, "encoder nodes are not simulated"),
-        ({Role.PREFILL: 2}, vllm(SETUP.config), {}, "the nodes compute with vllm"),
-        ({Role.PREFILL: 2}, SETUP.config, {"latest": ACCOUNTS[:5]}, "5 requests are known"),
-        ({Role.PREFILL: 2}, SETUP.config, {"pools": [PoolRow("decode", 2, 1, 1, 0)]}, "1 of 2 decode nodes serve now"),
+        (vllm(SETUP.config), [page(ACCOUNTS)], NODES, "the nodes compute with vllm"),
+        (SETUP.config, [page(ACCOUNTS[:5])], NODES, "5 requests are known"),
+        (SETUP.config, [page(ACCOUNTS)], [node("prefill", None), node("decode", None)], "no node of the cluster has"),
     ],
 )
 def test_where_nothing_can_be_said_the_reason_is(
-    pages: Pages, wanted: dict[Role, int], config: TandemConfig, fields: dict[str, Any], reason: str
+    config: TandemConfig, pages: list[PageState], nodes: list[dict[str, Any]], reason: str
 ) -> None:
-    pages["http://a"] = page(ACCOUNTS, **fields)
     with pytest.raises(ConfigurationError, match=reason):
-        foretell(["http://a"], wanted, config)
+        foretell(told(*pages, nodes=nodes), NOW, {Role.PREFILL: 2}, config)
 
 
-def test_a_router_that_does_not_answer_leaves_its_requests_unknown(pages: Pages) -> None:
-    pages["http://a"] = page(ACCOUNTS)
-    with pytest.raises(TandemError, match="http://b does not answer"):
-        foretell(["http://a", "http://b"], {Role.PREFILL: 2}, SETUP.config)
-
-
-def test_a_simulation_that_takes_too_long_is_given_up(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages["http://a"] = page(ACCOUNTS)
+def test_a_simulation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(before_change, "SIMULATING_S", -1.0)
     with pytest.raises(ConfigurationError, match="simulating 60 requests twice takes more than"):
-        foretell(["http://a"], {Role.PREFILL: 2}, SETUP.config)
+        foretell(told(page(ACCOUNTS)), NOW, {Role.PREFILL: 2}, SETUP.config)

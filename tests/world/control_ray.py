@@ -803,6 +803,9 @@ class RouterHandleOf(HandleOf):
     async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
         return await self.ask(lambda actor: [])
 
+    async def recalled(self) -> bytes:
+        return await self.ask(lambda actor: b"")
+
     async def nodes_heard(self) -> list[NodeSighting]:
         return await self.ask(lambda actor: actor.sightings())
 

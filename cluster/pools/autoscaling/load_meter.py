@@ -88,14 +88,20 @@ class LoadMeter:
         seconds = max(0.0, counters.step_seconds - before.counters.step_seconds)
         tokens = counters.prompt_tokens_computed - before.counters.prompt_tokens_computed
         # A pool has the size that users need. What runs when nothing else does makes do with what they leave.
-        used_s = max(0.0, seconds - (counters.idle_seconds - before.counters.idle_seconds))
-        steps = counters.steps - before.counters.steps - (counters.idle_steps - before.counters.idle_steps)
+        idle_s = counters.idle_seconds - before.counters.idle_seconds
+        idle_steps = counters.idle_steps - before.counters.idle_steps
+        used_s = max(0.0, seconds - idle_s)
+        steps, token_s = counters.steps - before.counters.steps - idle_steps, used_s
         written = counters.output_tokens - before.counters.output_tokens
         written -= counters.idle_tokens_written - before.counters.idle_tokens_written
+        if written < steps:
+            # Some steps read a prompt while the node had no answer to write: nobody waited for a token.
+            steps = counters.decode_steps - before.counters.decode_steps - idle_steps
+            token_s = max(0.0, counters.decode_seconds - before.counters.decode_seconds - idle_s)
         return _Work(
             # A step that is still running counts with its age: `step_seconds` grows only when it ends.
             busy=min(1.0, max(used_s, status.step_age_s) / (now - before.at)),
-            step_s=used_s / steps if steps > 0 else 0.0,
+            step_s=token_s / steps if steps > 0 else 0.0,
             tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
             written_per_s=max(written, 0) / (now - before.at),
         )

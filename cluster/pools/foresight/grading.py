@@ -30,11 +30,11 @@ def grade(forecast: Forecast, came: Sequence[MeasuredRequest], unix_time: float 
             forecast, f"too few requests came: {len(first)}, and {FEWEST_REQUESTS} are the fewest", unix_time
         )
     figures = [_graded(figure, first) for figure in forecast.expected if figure.what in FIGURES]
-    return GradedForecast(unix_time, forecast.now, forecast.then, len(first), figures)
+    return GradedForecast(unix_time, forecast.now, forecast.then, len(first), figures, by_load=forecast.by_load)
 
 
 def not_graded(forecast: Forecast, why: str, unix_time: float = 0.0) -> GradedForecast:
-    return GradedForecast(unix_time, forecast.now, forecast.then, 0, not_graded=why)
+    return GradedForecast(unix_time, forecast.now, forecast.then, 0, not_graded=why, by_load=forecast.by_load)
 
 
 def _graded(figure: ExpectedFigure, requests: Sequence[MeasuredRequest]) -> GradedFigure:
@@ -45,10 +45,13 @@ def _graded(figure: ExpectedFigure, requests: Sequence[MeasuredRequest]) -> Grad
 
 
 def score_of(forecasts: Sequence[GradedForecast], waits: str = "") -> ForecastScore:
-    """`waits`: the sentence about a forecast that is not graded yet."""
+    """`waits`: the sentence about the last change, which is not graded yet."""
     graded = [one for one in forecasts if not one.not_graded]
-    figures = [_scored(what, graded) for what in FIGURES if any(_of(what, graded))]
-    said = [waits, *(said_of(one) for one in forecasts[-1:]), *(_said_score(len(graded), one) for one in figures)]
+    figures = []
+    for by_load in (False, True):
+        of_kind = [one for one in graded if one.by_load is by_load]
+        figures += [_scored(what, of_kind, by_load) for what in FIGURES if any(_of(what, of_kind))]
+    said = [waits, *(said_of(one) for one in forecasts[-1:]), *map(_said_score, figures)]
     return ForecastScore(len(graded), len(forecasts) - len(graded), figures, [line for line in said if line])
 
 
@@ -56,10 +59,11 @@ def _of(what: str, graded: Sequence[GradedForecast]) -> list[GradedFigure]:
     return [figure for one in graded for figure in one.figures if figure.what == what]
 
 
-def _scored(what: str, graded: Sequence[GradedForecast]) -> FigureScore:
+def _scored(what: str, graded: Sequence[GradedForecast], by_load: bool) -> FigureScore:
     figures = _of(what, graded)
     errors = [abs(figure.then / figure.came - 1) for figure in figures if figure.came > 0]
-    return FigureScore(what, sum(figure.inside for figure in figures), median(errors) if errors else 0.0)
+    inside, error = sum(figure.inside for figure in figures), median(errors) if errors else 0.0
+    return FigureScore(what, inside, error, len(graded), by_load)
 
 
 def said_of(one: GradedForecast) -> str:
@@ -77,10 +81,11 @@ def said_of(one: GradedForecast) -> str:
     )
 
 
-def _said_score(graded: int, one: FigureScore) -> str:
+def _said_score(one: FigureScore) -> str:
     if one.what != SAID_FIRST:
         return ""
+    of = "of a step by load" if one.by_load else "of an ordered change"
     return (
-        f"of the last {counted(graded, 'graded forecast')}, {one.what} came inside the interval {counted(one.inside, 'time')}; "
+        f"of the last {counted(one.graded, 'graded forecast')} {of}, {one.what} came inside the interval {counted(one.inside, 'time')}; "
         f"median error {one.error:.0%}"
     )

@@ -12,9 +12,9 @@ from tandem.wire.nodes import ENGINE_ROLES, Role
 
 def why_another(forecast: Forecast, state: ClusterState) -> str:
     """Returns why what comes now says nothing about the forecast; "" if it does, or will when the sizes serve."""
-    wanted = {role: _wanted(state, role) for role in ENGINE_ROLES}
+    wanted = sizes_in(state)
     if wanted != {role: forecast.sizes.get(role, 0) for role in ENGINE_ROLES}:
-        return f"the sizes were changed again, to {_words(wanted)}"
+        return f"the sizes were changed again, to {words(wanted)}"
     if state.rollout is not None:
         return "a rollout began to replace nodes"
     if state.paused:
@@ -22,14 +22,21 @@ def why_another(forecast: Forecast, state: ClusterState) -> str:
     return ""
 
 
-def serves(forecast: Forecast, state: ClusterState, facts: Facts) -> bool:
-    """Whether every node that the forecast counts serves, and none that left does."""
+def why_not_serving(sizes: Mapping[Role, int], state: ClusterState, facts: Facts) -> str:
+    """Returns "" if every node of these sizes serves, and none that is to leave does."""
     for role in ENGINE_ROLES:
-        nodes = [record for record in state.nodes if record.role is role]
+        nodes, wanted = [record for record in state.nodes if record.role is role], sizes.get(role, 0)
         ready = sum(facts.is_ready(record.node_id) for record in nodes)
-        if any(record.leaving for record in nodes) or ready != forecast.sizes.get(role, 0):
-            return False
-    return True
+        if ready != wanted:
+            return f"{ready} of {wanted} {role.value} nodes serve now"
+        if leaving := next((record.node_id for record in nodes if record.leaving), ""):
+            return f"{leaving} is leaving"
+    return ""
+
+
+def sizes_in(state: ClusterState) -> dict[Role, int]:
+    """Returns how many nodes each role with an engine is to have."""
+    return {role: _wanted(state, role) for role in ENGINE_ROLES}
 
 
 def _wanted(state: ClusterState, role: Role) -> int:
@@ -37,5 +44,5 @@ def _wanted(state: ClusterState, role: Role) -> int:
     return len(state.staying(role)) if size is None else size
 
 
-def _words(sizes: Mapping[Role, int]) -> str:
+def words(sizes: Mapping[Role, int]) -> str:
     return ", ".join(f"{size} {role.value}" for role, size in sizes.items() if size)

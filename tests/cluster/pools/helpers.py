@@ -285,6 +285,7 @@ class FakeRouter(FakeProcess):
         self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
         self.hears_adapters = True
         self.forecasts = ForecastScore()  # as last told
+        self.recalls = b""
         self.took: Callable[[], list[MeasuredRequest]] = list  # the requests that it has answered
 
     async def start(self, report: Report) -> RouterInfo:
@@ -323,6 +324,10 @@ class FakeRouter(FakeProcess):
         await self._answer()
         self.forecasts = score
         return [request for request in self.took() if request.ended_ago_s <= ended_within_s]
+
+    async def recalled(self) -> bytes:
+        await self._answer()
+        return self.recalls
 
     async def nodes_heard(self) -> list[NodeSighting]:
         await self._answer()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem.router.quotes.first_tokens import LEAST, WINDOW, FirstTokenTimes, needed
+from tandem.router.quotes.first_tokens import LEAST, WINDOW, FirstTokenTimes, Outlook, needed
 
 CONFIDENCES = (0.5, 0.8, 0.9, 0.95, 0.99)
 Draw = Callable[[random.Random], tuple[float, float]]
@@ -40,10 +40,12 @@ def share_in_time(times: FirstTokenTimes, draw: Draw, rng: random.Random, confid
     quoted = kept = 0
     for _ in range(count):
         expected, took = draw(rng)
-        by = times.within_s(expected, confidence)
+        outlook = times.outlook(expected)
+        by = times.within_s(outlook, confidence)
         if by is not None:
             quoted += 1
             kept += took <= by
+            times.learn(outlook, took)
         times.observe(expected, took)
     assert quoted > count / 2
     return kept / quoted
@@ -83,9 +85,9 @@ def test_nothing_is_said_before_enough_is_known(confidence: float, least: int) -
     times = FirstTokenTimes()
     for count in range(least):
         assert len(times) == count
-        assert times.within_s(1.0, confidence) is None
+        assert times.within_s(times.outlook(1.0), confidence) is None
         times.observe(1.0, 1.0)
-    assert times.within_s(1.0, confidence) == pytest.approx(1.0)
+    assert times.within_s(times.outlook(1.0), confidence) == pytest.approx(1.0)
 
 
 def test_more_confidence_is_never_an_earlier_time_nor_is_a_longer_line() -> None:
@@ -93,10 +95,12 @@ def test_more_confidence_is_never_an_earlier_time_nor_is_a_longer_line() -> None
     for _ in range(150):
         times.observe(*of_two_kinds(rng))
     for expected in (0.001, 0.1, 5.0):
-        told = [times.within_s(expected, hundredths / 100) or 0.0 for hundredths in range(50, 100)]
+        told = [times.within_s(times.outlook(expected), hundredths / 100) or 0.0 for hundredths in range(50, 100)]
         assert told == sorted(told)
     for confidence in CONFIDENCES:
-        told = [times.within_s(expected, confidence) or 0.0 for expected in (0.001, 0.01, 0.1, 1.0, 10.0)]
+        told = [
+            times.within_s(times.outlook(expected), confidence) or 0.0 for expected in (0.001, 0.01, 0.1, 1.0, 10.0)
+        ]
         assert told == sorted(told)
 
 
@@ -105,7 +109,7 @@ def test_short_prompts_without_a_line_do_not_make_the_quotes_of_others_late() ->
     times, rng = FirstTokenTimes(), random.Random(2)
     for _ in range(WINDOW):
         times.observe(*of_two_kinds(rng))
-    assert 5 < (times.within_s(6.0, 0.9) or 0.0) < 9
+    assert 5 < (times.within_s(times.outlook(6.0), 0.9) or 0.0) < 9
 
 
 def test_the_clocks_unit_changes_nothing() -> None:
@@ -114,4 +118,30 @@ def test_the_clocks_unit_changes_nothing() -> None:
         expected, took = multiples(rng)
         seconds.observe(expected, took)
         milliseconds.observe(expected * 1000, took * 1000)
-    assert milliseconds.within_s(700, 0.9) == pytest.approx(1000 * (seconds.within_s(0.7, 0.9) or 0.0))
+    slow, quick = milliseconds.within_s(milliseconds.outlook(700), 0.9), seconds.within_s(seconds.outlook(0.7), 0.9)
+    assert slow == pytest.approx(1000 * (quick or 0.0))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_quotes_follow_a_cluster_that_becomes_slower_all_the_time(learns: bool) -> None:
+    """Four times as slow within 1,500 requests, each of which has its first token when eight more were quoted."""
+    times, rng, count = FirstTokenTimes(), random.Random(11), 1500
+    waiting: list[tuple[float, float, Outlook]] = []
+    kept = dict.fromkeys(CONFIDENCES[:4], 0)
+    for index in range(WINDOW + count):
+        expected, took = multiples(rng)
+        took *= 1 + 3 * max(index - WINDOW, 0) / count
+        outlook = times.outlook(expected)
+        waiting.append((expected, took, outlook))
+        for confidence in kept:
+            by = times.within_s(outlook, confidence)
+            kept[confidence] += index >= WINDOW and by is not None and took <= by
+        if len(waiting) > 8:
+            expected, took, outlook = waiting.pop(0)
+            times.observe(expected, took)
+            if learns:
+                times.learn(outlook, took)
+    off = [confidence - of / count for confidence, of in kept.items()]
+    assert max(off) < 0.05 if learns else min(off) > 0.04, (
+        "what was faster is too quick without what is learnt of misses"
+    )

@@ -242,6 +242,24 @@ def test_what_runs_when_nothing_else_does_is_no_load() -> None:
     assert (found[0].busy, found[0].step_s, found[0].written_per_s) == (0.2, 0.1, 6.0)
 
 
+def test_a_prompt_that_a_node_reads_while_it_writes_nothing_makes_no_token_slow() -> None:
+    """Routers send prompts to decode nodes that are idle. A pool that grew by that had still more idle nodes, up to its maximum."""
+    meter = LoadMeter(10)
+    first = NodeCounters()
+    reading = NodeCounters(steps=3, step_seconds=0.96, prompt_tokens_computed=5000)
+    then_one_answer = NodeCounters(
+        steps=18, step_seconds=1.9, prompt_tokens_computed=7000, output_tokens=14, decode_steps=14, decode_seconds=0.56
+    )
+    beside_answers = NodeCounters(
+        steps=21, step_seconds=2.8, prompt_tokens_computed=9000, output_tokens=20, decode_steps=14, decode_seconds=0.56
+    )
+    seen = []
+    for now, counters in enumerate((first, reading, then_one_answer, beside_answers)):
+        meter.look(float(now), [msgspec.structs.replace(status(), counters=counters)])
+        seen.append(meter.history[Role.DECODE][-1].step_s)
+    assert seen == pytest.approx([0.0, 0.0, 0.04, 0.3])
+
+
 def test_what_a_decode_pool_computes_all_the_time_and_a_moment_are_no_reason() -> None:
     assert decided(pool(wanted=2), loads(busy=1.0, blocks=0.1)).size == 1
     history = loads(blocks=0.5)

@@ -10,8 +10,8 @@ from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role, RouterQueue
-from tests.cluster.pools.helpers import settle, started
-from tests.cluster.pools.pools_rig import PD, pool_of, pools
+from tests.cluster.pools.helpers import FakeHosts, settle, started
+from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
 QUICK = AutoscalingConfig(grow_after_s=3.0, shrink_after_s=20.0, settle_s=1.0)
 
@@ -98,3 +98,21 @@ async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() ->
         await rig.clock.advance(120)
         assert (await pool_of(rig, Role.DECODE)).wanted == 2
         assert rig.node("decode-2").drained_with is not None
+
+
+async def test_a_machine_that_never_comes_pins_no_pool() -> None:
+    """A decode node waits for one: meanwhile the prefill pool grows, and the decode pool shrinks again when it has room to spare."""
+    limits = pools(PoolConfig(nodes=1, min=1, max=2), PoolConfig(nodes=1, min=1, max=3))
+    async with started(pools=limits, hosts=FakeHosts(machine("1", prefill=2, decode=1))) as rig:
+        rig.node("decode-0").free_blocks = 2
+        await rig.clock.advance(60)
+        decode = await pool_of(rig, Role.DECODE)
+        assert (decode.wanted, decode.waiting_for_machines) == (2, 1)
+        rig.node("prefill-0").free_blocks = 2
+        await rig.clock.advance(60)
+        assert (await pool_of(rig, Role.PREFILL)).wanted == 2
+        for name in ("decode-0", "prefill-0"):
+            rig.node(name).free_blocks = 90
+        await rig.clock.advance(400)
+        decode = await pool_of(rig, Role.DECODE)
+        assert (decode.wanted, decode.waiting_for_machines) == (1, 0)

@@ -53,6 +53,19 @@ def test_the_score_is_of_the_graded_and_its_error_is_the_median() -> None:
     assert (further.inside, further.error) == (4, 0.0)
 
 
+def test_what_was_ordered_and_what_the_load_made_have_scores_of_their_own() -> None:
+    ordered = [grade(forecast(), took(came, 30)) for came in (1.0, 2.0)]
+    by_load = [grade(forecast(by_load=True), took(1.0, 30))]
+    score = score_of([*ordered, *by_load, not_graded(forecast(by_load=True), "too few requests came")])
+    p90 = [one for one in score.figures if one.what == "first token, p90"]
+    assert [(one.by_load, one.graded, one.inside) for one in p90] == [(False, 2, 1), (True, 1, 1)]
+    assert (score.graded, score.not_graded) == (3, 1)
+    assert [line.partition(",")[0] for line in score.said[-2:]] == [
+        "of the last 2 graded forecasts of an ordered change",
+        "of the last 1 graded forecast of a step by load",
+    ]
+
+
 def test_the_score_is_said_in_sentences() -> None:
     one = grade(forecast(), took(1.05, 60))
     assert said_of(one) == (
@@ -63,7 +76,7 @@ def test_the_score_is_said_in_sentences() -> None:
     assert score.said == [
         "the next one waits",
         said_of(one),
-        "of the last 1 graded forecast, first token, p90 came inside the interval 1 time; median error 5%",
+        "of the last 1 graded forecast of an ordered change, first token, p90 came inside the interval 1 time; median error 5%",
     ]
     assert not score_of([]).said
     assert "was not graded: it was paused" in said_of(not_graded(forecast(), "it was paused"))
