@@ -309,7 +309,7 @@ class ControllerHost:
             self._last = asyncio.create_task(self._end_itself(), name="end this process")
 
     async def _end_itself(self) -> None:
-        """The command that ordered the end ends this process, too. If it was interrupted, nobody else would."""
+        """The command that ordered the end ends this process, too. If it was interrupted, no one else would."""
         await self._clock.sleep(_KILLED_S)
         try:
             await self._platform.end()
