@@ -131,3 +131,8 @@ def in_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
+
+
+async def from_own_thread(name: str, work: Callable[[], T]) -> T:
+    """Awaits `work` in such a thread. `asyncio.to_thread` would keep a command after Ctrl-C until `work` has ended."""
+    return await asyncio.wrap_future(in_own_thread(name, work))

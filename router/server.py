@@ -71,6 +71,7 @@ class RouterServer:
         self.accepts = False  # whether it accepts clients' connections
         self.is_ending = False  # whether its process was told to end
         self._told_to_leave = asyncio.Event()
+        self._draining: asyncio.Task[bool] | None = None
         self._leaving: asyncio.Task[bool] | None = None
         self._stopped = False
 
@@ -287,7 +288,13 @@ class RouterServer:
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new requests, and waits for those that run or are queued. After `timeout_s` it fails the
-        rest and returns False."""
+        rest and returns False. A second call waits for the first: nothing runs any more when that has failed
+        the rest, and not because it was finished."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(timeout_s), name="drain")
+        return await asyncio.shield(self._draining)
+
+    async def _drain(self, timeout_s: float) -> bool:
         services = self.services
         services.draining = True
         deadline = time.monotonic() + timeout_s

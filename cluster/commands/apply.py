@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.orders import ApplyOrder, GoBackOrder, OperatedCluster, ViewOrder
-from tandem.cluster.tasks import Clock
+from tandem.cluster.tasks import Clock, from_own_thread
 from tandem.cluster.wings import RolloutJudge
 
 LOOK_S = 1.0
@@ -49,10 +48,12 @@ def apply(
 
     async def work(cluster: OperatedCluster) -> Applied:
         nonlocal goes_on
-        model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
+        running = await _model_path(cluster) if url is None else ""
+        model = await from_own_thread("model", lambda: _model(config, running))
         wanted = with_model(config, model)
         if judge is not None:
-            say(f"{counted(await asyncio.to_thread(judge.learn), 'request')} answered, to be compared")
+            learnt = await from_own_thread("judge", judge.learn)
+            say(f"{counted(learnt, 'request')} answered, to be compared")
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
         change = await cluster.ask(ApplyOrder(wanted, dry_run=True))
@@ -190,7 +191,7 @@ async def follow(
         if line != said:
             say(line)
         said = line
-        if judge is not None and (other := await asyncio.to_thread(judge.ask_next)):
+        if judge is not None and (other := await from_own_thread("judge", judge.ask_next)):
             say(f"other bits: {other}")
             judge = None
         if other and await _is_taken_back(cluster, say):
@@ -212,7 +213,7 @@ async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
     """Asks once more when only new nodes serve: a short rollout may be over before all of them were asked."""
     if judge is None:
         return True
-    if other := await asyncio.to_thread(judge.ask_all):
+    if other := await from_own_thread("judge", judge.ask_all):
         say(f"other bits: {other}. {_TOO_LATE}")
         return False
     say(judge.compared)
@@ -233,7 +234,7 @@ def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
 
 async def _as_it_is_called(cluster: OperatedCluster, config: TandemConfig, wanted: TandemConfig) -> TandemConfig:
     """A router does not tell where the cluster's model is. If the cluster has it in the same place as this machine, it is the same model."""
-    here = await asyncio.to_thread(find_model, config.model.path)
+    here = await from_own_thread("model", lambda: find_model(config.model.path))
     if here is not None and "model.path" in (await cluster.ask(ApplyOrder(wanted, True))).nodes:
         same = with_model(config, here)
         if "model.path" not in (await cluster.ask(ApplyOrder(same, True))).nodes:

@@ -39,6 +39,7 @@ def _status(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import Overview
     from tandem.cluster.orders import ViewOrder
+    from tandem.cluster.tasks import from_own_thread
 
     if options.all:
         return _list_deployments(options)
@@ -52,7 +53,7 @@ def _status(options: argparse.Namespace) -> int:
     async def look(cluster: OperatedCluster | None) -> Overview:
         if cluster is not None:
             return Overview.of(await cluster.ask(ViewOrder()), key)
-        return await asyncio.to_thread(Overview.of_router, options.url, key)
+        return await from_own_thread("look", lambda: Overview.of_router(options.url, key))
 
     async def watch(cluster: OperatedCluster | None) -> Overview:
         console = Console(file=stdout)

@@ -26,6 +26,7 @@ from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_o
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.orders import Order
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
+from tandem.cluster.tasks import from_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
     place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job(), name)
 
     parts = ControllerParts(msgspec.msgpack.encode(without_defaults(config)), msgspec.msgpack.encode(place))
-    actor = await asyncio.to_thread(make_controller, parts, name)
+    actor = await from_own_thread("make-controller", lambda: make_controller(parts, name))
     return RemoteController(actor, name, deployment, parts)
 
 
@@ -169,7 +170,7 @@ class RemoteController:
             except (NodeLost, ProcessUnreachable):
                 if time.monotonic() + _ASK_AGAIN_S > deadline:
                     raise
-                actor = await asyncio.to_thread(_lookup, self.name)
+                actor = await from_own_thread("find-controller", lambda: _lookup(self.name))
                 if actor is None and not await is_being_exchanged(self.name):
                     raise
                 self._actor = actor or self._actor  # after an exchange it is another actor
@@ -184,14 +185,14 @@ class RemoteController:
 
     async def revive(self) -> None:
         """Looks up the controller again. Creates it again from `parts` if it is lost for good and no exchange is running."""
-        actor = await asyncio.to_thread(_lookup, self.name)
+        actor = await from_own_thread("find-controller", lambda: _lookup(self.name))
         if actor is None and self._parts is not None:
             if await is_being_exchanged(self.name):
                 return  # the exchange creates the next one
             logger.warning("the controller is gone for good and its end was not recorded: starting another one")
             parts = await parts_of(self.name) or self._parts
             try:
-                actor = await asyncio.to_thread(make_controller, parts, self.name)
+                actor = await from_own_thread("make-controller", lambda: make_controller(parts, self.name))
             except RayError as error:
                 raise translated(error) from error
         if actor is not None:
@@ -247,7 +248,7 @@ class RemoteController:
             logger.warning("%s: the remaining processes are killed without it", error)
             await self._record_end(why)
         try:
-            await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
+            await from_own_thread("kill-controller", lambda: ray.kill(self._actor, no_restart=True))
             await clear_away(self.name)
         except RayError as error:
             raise Unavailable(f"Ray could not end the remaining processes: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ from ray.exceptions import RayError
 
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.on_ray.errors import translated
+from tandem.cluster.tasks import from_own_thread
 
 T = TypeVar("T")
 
@@ -71,6 +71,6 @@ async def names_under(prefix: str, namespace: str) -> list[str]:
 
 async def _asked(call: Callable[..., T], *args: bytes) -> T:
     try:
-        return await asyncio.to_thread(call, *args)
+        return await from_own_thread("state-store", lambda: call(*args))
     except RayError as error:
         raise translated(error) from error

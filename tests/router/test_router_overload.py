@@ -112,6 +112,15 @@ def test_drain_fails_what_does_not_end_in_time(start_router: StartRouter) -> Non
     router.wait_for(router.idle, "nothing is left")
 
 
+def test_a_second_drain_does_not_call_finished_what_the_first_one_failed(start_router: StartRouter) -> None:
+    """The controller that ordered the first one was killed, and the next one orders it again."""
+    router = start_router(prefill=0)
+    with occupy(router):
+        first, second = router.begin(router.server.drain(0.1)), router.begin(router.server.drain(10))
+        assert first.result(10) is False
+        assert second.result(10) is False
+
+
 def test_drain_also_tells_those_who_still_wait(start_router: StartRouter) -> None:
     router = start_router(prefill=0, limits=Limits(inflight_per_node=1))
     with occupy(router), ThreadPoolExecutor(1) as pool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import threading
 from typing import Any
 
 import msgspec
@@ -205,6 +207,24 @@ def test_an_interrupt_ends_the_command_and_says_what_goes_on(
     with pytest.raises(KeyboardInterrupt):
         apply(TandemConfig(), target, dry_run=only_asked)
     assert [line for line in told if "controller" in line or "goes on" in line] == said
+
+
+def test_an_interrupt_waits_for_no_request_that_is_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, was_waited_for = threading.Event(), threading.Event()
+
+    class Slow(Answers):
+        def learn(self) -> int:
+            _thread.interrupt_main()
+            if not over.wait(20.0):
+                was_waited_for.set()
+            return 1
+
+    monkeypatch.setattr(operate, "with_controller", lambda which, work, url, say: asyncio.run(work(DirectCluster())))
+    target = operate.CommandTarget(WhichCluster(), "http://router", lambda line: None)
+    with pytest.raises(KeyboardInterrupt):
+        apply(TandemConfig(), target, judge=Slow())
+    over.set()
+    assert not was_waited_for.is_set()
 
 
 def exchanged(*views: ExchangeView | TandemError | None) -> tuple[bool, list[str]]:
