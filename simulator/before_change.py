@@ -26,7 +26,7 @@ class TooSlow(Exception):
     """The simulation takes longer than an operator waits."""
 
 
-class Recalled(msgspec.Struct):
+class RouterRecall(msgspec.Struct):
     """What a router remembers of its last requests, and what it was told of the nodes."""
 
     page: PageState
@@ -39,7 +39,7 @@ def foretell(
     """See `cluster.wings.ForesightWing`."""
     if config.model.engine != OWN_ENGINE:
         raise ConfigurationError(f"the nodes compute with {config.model.engine}, whose steps are not simulated")
-    routers = [msgspec.json.decode(each, type=Recalled) for each in told]
+    routers = [msgspec.json.decode(each, type=RouterRecall) for each in told]
     pages = [each.page for each in routers]
     costs = costs_of_nodes("the cluster", routers[0].nodes, pages[0]).costs
     since = max(page.nodes_since for page in pages)

@@ -56,7 +56,7 @@ class Forecast(msgspec.Struct, frozen=True):
     busy_then: dict[str, float]
     sizes: dict[Role, int] = {}  # `then`, of each role with an engine
     longest_s: float = 0.0  # the longest of these requests
-    by_load: bool = False  # a step of the autoscaler, which nobody ordered
+    by_load: bool = False  # a step of the autoscaler, which no one ordered
 
 
 class GradedFigure(msgspec.Struct, frozen=True):

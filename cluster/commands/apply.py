@@ -29,7 +29,7 @@ _PERHAPS = "the controller had not answered yet: `tandem status` shows whether a
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
-class Applied(NamedTuple):
+class Application(NamedTuple):
     change: AppliedChange  # that was made, or would be
     done: bool  # all of it
     expected: Expectation
@@ -42,11 +42,11 @@ def apply(
     dry_run: bool = False,
     wait: bool = True,
     judge: RolloutJudge | None = None,
-) -> Applied:
+) -> Application:
     """`judge` takes a rollout back that answers otherwise."""
     url, say, goes_on = target.url, target.say, ""
 
-    async def work(cluster: OperatedCluster) -> Applied:
+    async def work(cluster: OperatedCluster) -> Application:
         nonlocal goes_on
         running = await _model_path(cluster) if url is None else ""
         model = await from_own_thread("model", lambda: _model(config, running))
@@ -66,16 +66,16 @@ def apply(
         replaces = bool(change.nodes or change.routers)
         goes_on = _GOES_ON if not dry_run and (replaces or change.exchange) else ""
         if dry_run or not (replaces or change.exchange):
-            return Applied(change, True, expected)
+            return Application(change, True, expected)
         moves = any(name in _MOVES for name in change.routers)
         if moves:
             say("clients find routers at another address now, and for a minute at the old one, too")
         if not wait or (moves and url is not None):
             say(_GOES_ON)
-            return Applied(change, True, expected)
+            return Application(change, True, expected)
         done = not change.exchange or await follow_exchange(cluster, change.exchange, say)
         done = (not replaces or await follow(cluster, change.revision, say, judge=judge)) and done
-        return Applied(change, done, expected)
+        return Application(change, done, expected)
 
     try:
         return target.run(work)

@@ -112,7 +112,7 @@ def test_what_a_change_brings_is_said_before_it_and_compared_with_what_came(serv
     assert score["graded"] == 1
     assert "tandem_forecasts{" in read(url, "/metrics").text
     assert read(url, "/ui/state").json()["router"]["forecasts"]["said"] == score["said"]
-    # What nobody asked about before is foretold beside the change: here a request as the page sends it.
+    # What no one asked about before is foretold beside the change: here a request as the page sends it.
     headers = {"authorization": f"Bearer {OPERATOR}"}
     body = {"pools": {"prefill": 1}}
     httpx.post(f"{url}/admin/scale", json=body, headers=headers, timeout=30, trust_env=False).raise_for_status()

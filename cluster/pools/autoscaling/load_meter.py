@@ -95,7 +95,7 @@ class LoadMeter:
         written = counters.output_tokens - before.counters.output_tokens
         written -= counters.idle_tokens_written - before.counters.idle_tokens_written
         if written < steps:
-            # Some steps read a prompt while the node had no answer to write: nobody waited for a token.
+            # Some steps read a prompt while the node had no answer to write: no one waited for a token.
             steps = counters.decode_steps - before.counters.decode_steps - idle_steps
             token_s = max(0.0, counters.decode_seconds - before.counters.decode_seconds - idle_s)
         return _Work(

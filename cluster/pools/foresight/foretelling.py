@@ -40,7 +40,7 @@ class Foreteller:
             forecast = await self._clock.within(FORETELL_S, work, "foretelling")
         except TandemError as error:
             why = str(error)
-        except Exception as error:  # a mistake here must not keep anybody from changing the cluster
+        except Exception as error:  # a mistake here must not keep an operator from changing the cluster
             logger.warning("what a change will bring cannot be foretold", exc_info=error)
             why = f"{type(error).__name__}: {error}"
         else:
