@@ -97,12 +97,13 @@ def _confidence(exchange: HttpExchange) -> float | None:
     if asked is None:
         return None
     try:
-        confidence = round(float(asked), 2)
-    except (ValueError, OverflowError):
-        confidence = math.nan
-    if not LOWEST <= confidence <= HIGHEST:
+        given = float(asked)
+    except ValueError:
+        given = math.nan
+    confidence = round(given, 2)
+    if not LOWEST <= confidence <= HIGHEST or not math.isclose(given, confidence):
         wrong = asked[:100].decode("latin-1")
-        raise refused(f"must be the confidence of the quote, a number from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}")
+        raise refused(f"must be the confidence of the quote, a number of hundredths from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}")
     return confidence
 
 

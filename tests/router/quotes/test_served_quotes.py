@@ -77,10 +77,10 @@ def told(router: RunningRouter, outcome: str, confidence: str = "0.9") -> float:
 
 def test_what_is_no_confidence_is_refused(router: RunningRouter) -> None:
     for asked in PATHS:
-        for wrong in ("soon", "", "0.4", "1", "0.996", "nan", "inf", "-0.9", "1e999", "90%"):
+        for wrong in ("soon", "", "0.4", "1", "0.996", "0.955", "nan", "inf", "-0.9", "1e999", "90%"):
             answer = ask(router, wrong, asked)
             assert answer.status_code == 400, (asked, wrong)
-            assert "a number from 0.5 to 0.99" in answer.json()["error"]["message"]
+            assert "a number of hundredths from 0.5 to 0.99" in answer.json()["error"]["message"]
     assert not router.nodes["p0"].submits
 
 
