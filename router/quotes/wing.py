@@ -103,7 +103,9 @@ def _confidence(exchange: HttpExchange) -> float | None:
     confidence = round(given, 2)
     if not LOWEST <= confidence <= HIGHEST or not math.isclose(given, confidence):
         wrong = asked[:100].decode("latin-1")
-        raise refused(f"must be the confidence of the quote, a number of hundredths from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}")
+        raise refused(
+            f"must be the confidence of the quote, a number of hundredths from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}"
+        )
     return confidence
 
 

@@ -63,7 +63,16 @@ def published() -> set[str]:
 
 def test_the_page_names_the_metrics_that_there_are_and_no_others() -> None:
     of_routers, _, of_nodes = PAGE.partition("## Metrics")[2].partition("`tandem_node_…{node, role}`")
-    others = {"tandem_", "model_name", "engine", "node", "role", "state"}  # the prefix, and labels
+    others = {
+        "tandem_",
+        "model_name",
+        "engine",
+        "node",
+        "role",
+        "state",
+        "order",
+        "load",
+    }  # the prefix, labels and their values
     named = {"tandem_" + name for name in re.findall(r"`(\w+)`", of_routers) if name not in others}
     named |= {"tandem_node_" + name for name in re.findall(r"`(\w+)`", of_nodes)}
     assert named == published() | DELETED

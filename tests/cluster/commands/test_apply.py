@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import signal
 import threading
 from typing import Any
 
@@ -214,7 +214,7 @@ def test_an_interrupt_waits_for_no_request_that_is_to_be_compared(monkeypatch: p
 
     class Slow(Answers):
         def learn(self) -> int:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             if not over.wait(20.0):
                 was_waited_for.set()
             return 1
