@@ -23,6 +23,7 @@ def learnt(server: RunningDeployment) -> RunningDeployment:
     return server
 
 
+@pytest.mark.more  # it takes as long as forty prompts; the next one has a quote, too
 def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(learnt: RunningDeployment) -> None:
     server, rng, kept, waited = learnt, random.Random(5), 0, list[float]()
     for _ in range(COUNT):

@@ -47,10 +47,9 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With compiled kernels. Built from a copy, so that nothing is left in the tree."""
-    source = tmp_path_factory.mktemp("source") / "tandem-serve"
+def build(folder: Path, kernels: str) -> Path:
+    """Builds from a copy, so that nothing is left in the tree."""
+    source = folder / "source" / "tandem-serve"
     tracked = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines()
     for name in tracked:
         file = ROOT / name
@@ -60,11 +59,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.symlink_to(file.readlink())
         elif file.is_file() and not name.startswith("tests/"):
             target.write_bytes(file.read_bytes())
-    out = tmp_path_factory.mktemp("dist")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    run(*pip, "--wheel-dir", out, source, TANDEM_KERNELS="1")
-    (built,) = out.iterdir()
+    run(*pip, "--wheel-dir", folder / "dist", source, TANDEM_KERNELS=kernels)
+    (built,) = (folder / "dist").iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"), "1" if FULL else "0")
+
+
+@pytest.fixture(scope="module")
+def compiled_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With kernels for processors of all kinds, which take two minutes of computing."""
+    return build(tmp_path_factory.mktemp("wheel"), "1")
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +112,21 @@ def test_nothing_but_one_name_is_installed(wheel: Path) -> None:
     assert {"tandem/manifests/ray/static.yaml", "tandem/simulator/example.json"} <= set(names)
 
 
-def test_the_wheel_is_for_any_python_on_this_platform(wheel: Path) -> None:
-    assert re.fullmatch(r"tandem_serve-[\w.]+-py3-none-linux_\w+\.whl", wheel.name)
+@pytest.mark.more
+def test_a_wheel_with_kernels_is_for_any_python_on_this_platform(compiled_wheel: Path) -> None:
+    assert re.fullmatch(r"tandem_serve-[\w.]+-py3-none-linux_\w+\.whl", compiled_wheel.name)
 
 
 # The newest of each that manylinux_2_28 promises.
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 
 
-def test_the_library_asks_for_nothing_newer_than_manylinux_has(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.more
+def test_the_library_asks_for_nothing_newer_than_manylinux_has(compiled_wheel: Path, tmp_path: Path) -> None:
     """A wheel that is built on a newer system still loads on one with glibc 2.28."""
     if shutil.which("readelf") is None:
         pytest.skip("readelf (binutils) reads what a library asks for")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(compiled_wheel) as archive:
         library = archive.extract("tandem/kernels/compiled/libtandem_native.so", tmp_path)
     needs = run("readelf", "--version-info", "--wide", library).partition("Version needs section")[2]
     asked = set(re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", needs))
@@ -124,19 +135,15 @@ def test_the_library_asks_for_nothing_newer_than_manylinux_has(wheel: Path, tmp_
         assert tuple(map(int, version.split("."))) <= MANYLINUX_2_28[kind], f"{kind}_{version}"
 
 
-def test_the_kernels_come_compiled(environment: Path, tmp_path: Path) -> None:
+@pytest.mark.more
+def test_the_kernels_come_compiled(compiled_wheel: Path, tmp_path: Path) -> None:
     """There is no compiler on the path, and no cache."""
+    with zipfile.ZipFile(compiled_wheel) as archive:
+        archive.extractall(tmp_path / "installed")
     script = "from tandem.kernels.build import library_path; print(library_path())"
-    said = run(
-        environment / "bin" / "python",
-        "-c",
-        script,
-        cwd=tmp_path,
-        PATH="/nowhere",
-        XDG_CACHE_HOME=str(tmp_path),
-        CXX="",
-    )
-    assert Path(said.strip()).parent == next(environment.glob("lib/python*/site-packages/tandem/kernels/compiled"))
+    there = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path), "CXX": "", "PYTHONPATH": str(tmp_path / "installed")}
+    said = run(sys.executable, "-P", "-c", script, cwd=tmp_path, **there)
+    assert Path(said.strip()).parent == tmp_path / "installed" / "tandem" / "kernels" / "compiled"
 
 
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(environment: Path, trapped: Path) -> None:
