@@ -134,4 +134,4 @@ class AppliedChange(msgspec.Struct, frozen=True):
     routers: list[str] = []  # settings that routers read at their start
     controller: list[str] = []  # settings that the controller's process reads at its start
     exchange: str = ""  # the id of the controller's exchange, as a view shows it; "" if it is not exchanged
-    sizes: dict[Role, int] = {}  # of the pools whose size changes
+    sizes: dict[Role, int] = {}  # only pools whose size changes

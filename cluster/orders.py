@@ -19,7 +19,7 @@ from tandem.wire.nodes import Role
 
 # For orders that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
 LOADING_S = 24 * 3600.0
-FORETELL_S = 12.0  # for all of a forecast
+FORETELL_S = 12.0  # until a forecast is given up
 
 T = TypeVar("T")
 

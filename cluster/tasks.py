@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tandem.base.errors import DeadlineExceeded
@@ -115,24 +113,3 @@ async def cancel(task: asyncio.Future[Any]) -> None:
         await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # retrieved, or asyncio would log it as never retrieved
-
-
-def in_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in a plain daemon thread: a pool's threads are joined at exit, and neither a download nor an answer that does not come
-    must delay that."""
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # who no longer waits for it cancels only the wait
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
-
-
-async def from_own_thread(name: str, work: Callable[[], T]) -> T:
-    """Awaits `work` in such a thread. `asyncio.to_thread` would keep a command after Ctrl-C until `work` has ended."""
-    return await asyncio.wrap_future(in_own_thread(name, work))

@@ -56,9 +56,9 @@ TANDEM_INLINE vf weight_of(vf quant, const Scales& s) {
   return block_kind(dtype).zero ? (quant - s.least) * s.scale : quant * s.scale + s.least;
 }
 
-// Reads a group of P panels that lie `apart` from each other: use(input, p, a, b) takes the weights of an input.
+// Unpacks a group of P panels that lie `apart` from each other: use(input, p, a, b) takes the weights of an input.
 template <Dtype dtype, int P, typename F>
-TANDEM_INLINE void read_group(const char* block, const char* group, int64_t apart, F&& use) {
+TANDEM_INLINE void unpack_group(const char* block, const char* group, int64_t apart, F&& use) {
   constexpr BlockKind kind = block_kind(dtype);
   constexpr BlockLayout layout = layout_of(dtype);
   constexpr int kParts = kind.steps == 2 ? 2 : 1, kTogether = 16;  // whole words of every field
@@ -85,7 +85,7 @@ TANDEM_INLINE void read_group(const char* block, const char* group, int64_t apar
 
 template <Dtype dtype>
 void expand_group(const char* block, const char* group, float* out) {
-  read_group<dtype, 1>(block, group, 0, [=](int input, int, vf a, vf b) __attribute__((always_inline)) {
+  unpack_group<dtype, 1>(block, group, 0, [=](int input, int, vf a, vf b) __attribute__((always_inline)) {
     store(out + input * kPanel, a);
     store(out + input * kPanel + W, b);
   });

@@ -196,7 +196,7 @@ void multiply_unexpanded(const Gemm& g, int row0, int n0, const char* panel) {
       __builtin_prefetch(fetched + i, 0, 3);
       __builtin_prefetch(fetched + apart + i, 0, 3);
     }
-    read_group<dtype, 2>(walk.block(), walk.group(), apart, [&](int input, int p, vf a, vf b) __attribute__((always_inline)) {
+    unpack_group<dtype, 2>(walk.block(), walk.group(), apart, [&](int input, int p, vf a, vf b) __attribute__((always_inline)) {
       for (int r = 0; r < R; r++) {
         const vf v = splat(x[r * stride + from + input]);
         sums[r][p][0] += v * a;

@@ -96,6 +96,5 @@ class ForecastScore(msgspec.Struct, frozen=True):
     graded: int = 0
     not_graded: int = 0
     figures: list[FigureScore] = []
-    said: list[
-        str
-    ] = []  # in sentences: what is waited for or was not foretold, what came of the last one, and these figures
+    # In sentences: what is waited for or was not foretold, what came of the last one, and these figures.
+    said: list[str] = []

@@ -15,18 +15,17 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 from typing import IO
 
 from llguidance import LLMatcher
 
 from tandem.base.errors import Unavailable
+from tandem.base.own_thread import in_deep_stack
 
 CPU_S = 3  # of one check; the system counts whole seconds, so it may be one more
 TOO_COSTLY = "costs too much to check: leave some of it out, such as patternProperties and long repetitions"
 _WALL_S = 60.0  # of one check, on a machine that has no time for it
 _END_S = 5.0
-_STACK_BYTES = 512 << 20  # of addresses: the library goes as deep as the longest chain of references
 _SIZE = struct.Struct("<I")
 _BY_ITS_OWN = (-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT)  # how a check ends the process
 
@@ -84,7 +83,7 @@ class GrammarChecker:
             return
         for file in (process.stdin, process.stdout):
             if file is not None:
-                with contextlib.suppress(OSError):  # of what could not be written any more
+                with contextlib.suppress(OSError):  # closing writes what is left, which may fail
                     file.close()
         try:
             process.wait(_END_S)
@@ -133,5 +132,4 @@ def _problem(grammar: str) -> str:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(_STACK_BYTES)
-    threading.Thread(target=_serve, args=(int(sys.argv[1]),)).start()
+    in_deep_stack(lambda: _serve(int(sys.argv[1])))

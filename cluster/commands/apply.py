@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, RequestError, Unavailable
+from tandem.base.own_thread import from_own_thread
 from tandem.cluster.commands.foretelling import foretold
 from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
@@ -17,7 +18,7 @@ from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.orders import ApplyOrder, GoBackOrder, OperatedCluster, ViewOrder
-from tandem.cluster.tasks import Clock, from_own_thread
+from tandem.cluster.tasks import Clock
 from tandem.cluster.wings import RolloutJudge
 
 LOOK_S = 1.0

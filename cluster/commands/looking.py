@@ -35,11 +35,11 @@ def _status(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.base.errors import ConfigurationError
+    from tandem.base.own_thread import from_own_thread
     from tandem.cluster.api_client import key_from_environment
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import Overview
     from tandem.cluster.orders import ViewOrder
-    from tandem.cluster.tasks import from_own_thread
 
     if options.all:
         return _list_deployments(options)

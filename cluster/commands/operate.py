@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from tandem.base.errors import ConfigurationError, InternalError, TandemError
+from tandem.base.own_thread import in_own_thread
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
@@ -35,7 +36,7 @@ from tandem.cluster.orders import (
     TimeoutsOrder,
     ViewOrder,
 )
-from tandem.cluster.tasks import in_own_thread, saying_if_slow
+from tandem.cluster.tasks import saying_if_slow
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:

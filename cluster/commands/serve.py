@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
@@ -33,7 +34,7 @@ from tandem.cluster.orders import ViewOrder
 from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
-from tandem.cluster.tasks import first_of, has_ended, in_own_thread
+from tandem.cluster.tasks import first_of, has_ended
 from tandem.engine.config import OWN_ENGINE
 from tandem.kernels.build import is_ready, library_path
 from tandem.kernels.compiler import BuildFailed

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.base.own_thread import from_own_thread
 from tandem.base.settings import without_defaults
 from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterEnd
@@ -26,7 +27,6 @@ from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_o
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.orders import Order
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
-from tandem.cluster.tasks import from_own_thread
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from types import ModuleType
 from typing import Any
 
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.describe import busy
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
 from tandem.cluster.on_ray.lean import fewer_processes
 from tandem.cluster.pools.placement import this_machine
-from tandem.cluster.tasks import in_own_thread
 
 logger = logging.getLogger(__name__)
 

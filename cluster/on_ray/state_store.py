@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
+from tandem.base.own_thread import from_own_thread
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.on_ray.errors import translated
-from tandem.cluster.tasks import from_own_thread
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from tandem.cluster.tasks import Clock, cancel
 
 logger = logging.getLogger(__name__)
 
-_KILLED_S = 30.0  # for the command that has ended the cluster to end the controller's process
+_KILLED_S = 30.0  # the command that ended the cluster ends the controller's process within this time, or this process ends itself
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.flags import adder
+from tandem.base.own_thread import in_own_thread
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.output import add_output, print_error, print_found
-from tandem.cluster.tasks import in_own_thread
 from tandem.cluster.verify.comparison import AnswerDifference, ComparedChoice, choices_of, first_difference
 from tandem.cluster.verify.questions import Question, built_in, of_file
 from tandem.router.receipts.receipt import Receipt, read_receipt

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from tandem.base.deep_stack import in_deep_stack
 from tandem.base.errors import ConfigurationError, InvalidRequest
+from tandem.base.own_thread import in_deep_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -118,9 +118,8 @@ class TokenizerGrammars:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._in_use: WeakValueDictionary[str, _Compiled] = (
-            WeakValueDictionary()
-        )  # those that newer ones have replaced, too
+        # Those that newer ones have replaced, too.
+        self._in_use: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def empty_masks(self, count: int) -> BitMask:

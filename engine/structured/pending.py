@@ -11,10 +11,8 @@ import msgspec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.engine.model.runner import Grammars
 
-_THREADS, _OF_ONE_TENANT = (
-    4,
-    2,
-)  # so that one costly grammar does not delay all others, nor two of one tenant those of others
+_THREADS = 4
+_OF_ONE_TENANT = 2  # costly grammars of one tenant leave threads for others
 
 
 class GrammarReady(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from tandem.base.deep_stack import in_deep_stack
+from tandem.base.own_thread import in_deep_stack
 from tandem.engine.request import Request
 
 T = TypeVar("T")

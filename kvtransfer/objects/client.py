@@ -16,12 +16,12 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.own_thread import in_own_thread
 from tandem.kvtransfer.objects.options import CredentialFile, ObjectOptions
 from tandem.kvtransfer.objects.signing import signed
 from tandem.kvtransfer.offload.patience import TierUnavailable
@@ -95,17 +95,12 @@ class _TimedSocket:
 
 def _addresses(host: str, port: int, until: Deadline) -> list[tuple[str, int]]:
     """Resolves a name in a thread of its own: the system's resolver takes no deadline, and asks for half a minute."""
-    found: Future[list[tuple[str, int]]] = Future()
 
-    def resolve() -> None:
-        try:
-            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found.set_result([(str(at[0]), int(at[1])) for *_, at in answers])
-        except Exception as error:
-            found.set_exception(error)
+    def resolve() -> list[tuple[str, int]]:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(str(at[0]), int(at[1])) for *_, at in answers]
 
-    threading.Thread(target=resolve, name="object-names", daemon=True).start()
-    return found.result(until.left())
+    return in_own_thread("object-names", resolve).result(until.left())
 
 
 def _opened(addresses: Sequence[tuple[str, int]], until: Deadline) -> socket.socket:

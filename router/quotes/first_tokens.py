@@ -25,7 +25,7 @@ QUICKEST = 50  # the quickest of so many shows what a first token takes besides 
 class Outlook(NamedTuple):
     """What is known of a request's first token when it is quoted."""
 
-    unit_s: float  # of which it takes a multiple
+    unit_s: float  # the quote is a multiple of it
     multiples: list[float]  # that the last ones took, in their order; [] while they are too few
 
 

@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.commands.operate import HttpControl
 from tandem.cluster.orders import ViewOrder
-from tandem.cluster.tasks import first_ended, in_own_thread
+from tandem.cluster.tasks import first_ended
 
 
 async def test_work_whose_result_is_no_longer_wanted_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

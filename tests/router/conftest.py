@@ -166,7 +166,7 @@ class RunningRouter:
         return tokenizer.decode(self.nodes["p0"].submits[-1].prompt_token_ids)
 
     def set(self, **behaviour: object) -> None:
-        """Of all nodes."""
+        """Sets what all nodes do."""
         for node in self.nodes.values():
             node.set(**behaviour)
 
@@ -305,7 +305,7 @@ def keep_router(model_folder: str, end_token: int, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def kept_router(keep_router: StartRouter) -> RunningRouter:
-    """Of which settings, a file may say by its own."""
+    """A test file that needs other settings has a fixture of this name of its own."""
     return keep_router()
 
 

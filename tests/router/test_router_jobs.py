@@ -104,7 +104,7 @@ def test_every_policy_sends_a_turn_home(name: PolicyName) -> None:
     assert names(decide(nodes, ask(home=home), name)) == ("p2", "d2")
     assert names(decide(nodes, ask(home=home, avoid=home), name)) == ("p1", "d1")
     assert names(decide(nodes, ask(home=frozenset({"gone"})), PolicyName.LEAST_WAIT)) == ("p1", "d1")
-    shortlist = Shortlist()  # of a thousand
+    shortlist = Shortlist()
     for index in range(500):
         shortlist.put(node(f"p{index}"))
         shortlist.put(node(f"d{index}", running=index))

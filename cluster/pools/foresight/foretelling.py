@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.control import Expectation, not_foretold
 from tandem.cluster.describe import format_seconds
 from tandem.cluster.orders import FORETELL_S
@@ -18,7 +19,6 @@ from tandem.cluster.pools.foresight.watching import sizes_in, why_not_serving
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.wings import Joints
-from tandem.cluster.tasks import in_own_thread
 from tandem.cluster.wings import foresight
 from tandem.wire.forecasts import ExpectedFigure, Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role

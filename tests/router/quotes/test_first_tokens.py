@@ -124,7 +124,7 @@ def test_the_clocks_unit_changes_nothing() -> None:
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_quotes_follow_a_cluster_that_becomes_slower_all_the_time(learns: bool) -> None:
-    """Four times as slow within 1,500 requests, each of which has its first token when eight more were quoted."""
+    """First tokens become four times as slow within 1,500 requests. Each comes after eight more requests were quoted."""
     times, rng, count = FirstTokenTimes(), random.Random(11), 1500
     waiting: list[tuple[float, float, Outlook]] = []
     kept = dict.fromkeys(CONFIDENCES[:4], 0)

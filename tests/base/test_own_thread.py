@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tandem.base.deep_stack import STACK_BYTES, in_deep_stack
+from tandem.base.own_thread import STACK_BYTES, in_deep_stack
 
 
 class Panic(BaseException):
