@@ -80,12 +80,21 @@ def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
     raise ConfigurationError("--verify needs cluster/verify/, which this installation does not have: leave it out")
 
 
+NodeCores = Mapping["Role", Sequence[frozenset[str]]]
+"""The cores to which each node of a role is bound. A role that is missing has cores, or devices, of its own."""
+
+
 class ForesightWing(Protocol):
     def foretell(
-        self, told: Sequence[bytes], there: Mapping[Role, int], wanted: Mapping[Role, int], config: TandemConfig
+        self,
+        told: Sequence[bytes],
+        there: Mapping[Role, int],
+        wanted: Mapping[Role, int],
+        config: TandemConfig,
+        cores: tuple[NodeCores, NodeCores],
     ) -> Forecast:
-        """Says what these sizes would bring. `told`: what each router recalls; `there`: the sizes now. Takes seconds. Raises a TandemError
-        with the reason if it cannot be said."""
+        """Says what these sizes would bring. `told`: what each router recalls; `there`: the sizes now; `cores`: of the nodes, now and
+        then. Takes seconds. Raises a TandemError with the reason if it cannot be said."""
 
 
 def foresight() -> ForesightWing | None:

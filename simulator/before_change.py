@@ -10,6 +10,7 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.wings import NodeCores
 from tandem.engine.config import OWN_ENGINE
 from tandem.router.page_state import PageState
 from tandem.router.recent import LATEST, WINDOW_S, RequestAccount
@@ -34,7 +35,11 @@ class RouterRecall(msgspec.Struct):
 
 
 def foretell(
-    told: Sequence[bytes], there: Mapping[Role, int], wanted: Mapping[Role, int], config: TandemConfig
+    told: Sequence[bytes],
+    there: Mapping[Role, int],
+    wanted: Mapping[Role, int],
+    config: TandemConfig,
+    cores: tuple[NodeCores, NodeCores] = ({}, {}),
 ) -> Forecast:
     """See `cluster.wings.ForesightWing`."""
     if config.model.engine != OWN_ENGINE:
@@ -52,7 +57,7 @@ def foretell(
             raise TooSlow
 
     try:
-        return change_of(state, wanted, config, costs, in_time, now)
+        return change_of(state, wanted, config, costs, in_time, now, cores)
     except Exception as error:
         if not _is_slow(error):
             raise

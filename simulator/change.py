@@ -16,6 +16,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError
 from tandem.base.percentile import percentile
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.wings import NodeCores
 from tandem.router.page_state import PageState
 from tandem.router.recent import RequestAccount
 from tandem.simulator.costs import CostModel
@@ -46,8 +47,10 @@ def change_of(
     costs: Mapping[Role, CostModel],
     on_progress: OnProgress | None = None,
     there: PoolSizes | None = None,
+    cores: tuple[NodeCores, NodeCores] = ({}, {}),
 ) -> Forecast:
-    """`there`: the sizes now; by default the nodes that serve. Raises ConfigurationError with the reason if it cannot be said."""
+    """`there`: the sizes now; by default the nodes that serve. `cores`: of the nodes, now and then. Raises ConfigurationError with the
+    reason if it cannot be said."""
     other = there = there or sizes_of(state)
     for role, size in wanted.items():
         other = other.with_size(role, size)
@@ -59,19 +62,20 @@ def change_of(
         )
     traffic, warm = as_traffic(accounts, config.cache.block_size, next(iter(costs.values())))
 
-    def play(sizes: PoolSizes) -> tuple[SimulationReport, dict[int, tuple[float, float]]]:
+    def play(sizes: PoolSizes, on: NodeCores) -> tuple[SimulationReport, dict[int, tuple[float, float]]]:
         answers: dict[int, tuple[float, float]] = {}
         setup = SimulationSetup(
             msgspec.structs.replace(config, pools=sizes.pools(config.pools)),
             costs,
             traffic,
+            cores=on,
             counted_from=traffic.rows[warm].arrival_s,
         )
         report = simulate(setup, on_progress, lambda index, *times: answers.update({index - warm: times}))
         return report, answers
 
-    report_now, now = play(there)
-    report_then, then = play(other)
+    report_now, now = play(there, cores[0])
+    report_then, then = play(other, cores[1])
     played = [
         _times(account, now[index], then[index])
         for index, account in enumerate(accounts)

@@ -1,7 +1,8 @@
-"""A machine that several simulated nodes share. While more than one of them computes, each is slower."""
+"""A machine, or cores, that several simulated nodes share. While more than one of them computes, each is slower."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 
@@ -30,3 +31,18 @@ class SharedMachine:
             for other, its_slowdown in list(self._busy.items()):
                 if other is not node:
                     other.on_pace(self.pace(other, its_slowdown))
+
+
+class SharedCores(SharedMachine):
+    """Cores, to which nodes are bound. A step waits for the busiest core of its node, whose time all that compute there share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cores: dict[SharingNode, Collection[str]] = {}
+
+    def bind(self, node: SharingNode, cores: Collection[str]) -> None:
+        self._cores[node] = cores
+
+    def pace(self, node: SharingNode, slowdown: float) -> float:
+        others = [self._cores[other] for other in self._busy if other is not node]
+        return 1.0 + max((sum(core in other for other in others) for core in self._cores[node]), default=0)

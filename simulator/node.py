@@ -252,6 +252,8 @@ class SimulatedNode:
 
     def on_pace(self, pace: float) -> None:
         """What is left of the step under way takes more or less time from now on."""
+        if pace == self._pace:
+            return
         self.catch_up()
         before, self._pace = self._pace, pace
         if self._plan is not None and self._timer is not None:

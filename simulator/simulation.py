@@ -13,6 +13,7 @@ import msgspec
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.wings import NodeCores
 from tandem.loadgen.metrics import Distribution, ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.router.dispatch import Dispatcher
@@ -109,6 +110,7 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     machines: int | None = None
     by_steps: bool = False
     one_machine: bool = False
+    cores: NodeCores = {}  # of the first nodes of each role; others have their own
     # What a line of an endless batch asks for: as many as are idle run beside the traffic. None: there is no batch.
     line: TraceRow | None = None
     counted_from: float = 0.0  # what the nodes compute before is not in their share of busy time
@@ -204,6 +206,7 @@ class _Simulation:
             self._on_members,
             machines=setup.machines,
             one_machine=setup.one_machine,
+            cores=setup.cores,
             by_steps=setup.by_steps,
         )
         links.pools = self._pools

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.saving",
         "cluster.tasks",
         "cluster.trace.why",
+        "cluster.wings",
         "decode_node",
         "engine",
         "kvtransfer.base",

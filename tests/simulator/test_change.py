@@ -68,6 +68,18 @@ def test_a_node_more_is_said_to_bring_what_it_brings_and_costs_that_are_wrong_ma
     assert (wrong.high - wrong.low) / wrong.then > 1.2 * (first.high - first.low) / first.then
 
 
+def test_a_node_that_gets_no_core_of_its_own_brings_little() -> None:
+    """Two nodes that compute at once on one core each take twice as long."""
+    page, costs = state(accounts_of(), "prefill", "decode"), dict.fromkeys(Role, node_costs())
+
+    def then(*prefill: str) -> float:
+        cores = {Role.PREFILL: [*map(frozenset, prefill)], Role.DECODE: [frozenset("1")]}
+        said = change_of(page, {Role.PREFILL: 2}, SETUP.config, costs, cores=({}, cores))
+        return said.expected[1].then / said.expected[1].measured
+
+    assert then("0", "2") == then("0") < 0.9 < then("0", "0")
+
+
 def test_filling_the_caches_first_does_not_count_as_rest() -> None:
     said = change([msgspec.structs.replace(one, cached_tokens=32) for one in accounts_of()])
     (busy,) = (load.busy for load in simulate(SETUP).nodes if load.role == "decode")

@@ -15,6 +15,7 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import BesideCost, CostTable, DecodeRun
 from tandem.simulator.simulation import simulate
+from tandem.wire.nodes import Role
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.simulator.worlds import TICK, a_setup, node_costs
@@ -135,15 +136,18 @@ def test_no_step_within_a_size_and_a_context_takes_longer_than_the_most(
     assert table.at(size, context) <= table.most(*most) * (1 + 1e-9) + 1e-9
 
 
+CORES = [frozenset("ab"), frozenset("a")]
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     rows=SOME_ROWS,
     nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),
     blocks=st.sampled_from([90, 400]),
-    one_machine=st.booleans(),
+    shares=st.sampled_from(["nothing", "a machine", "cores"]),
 )
 def test_a_cluster_answers_as_by_single_steps(
-    rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int, one_machine: bool
+    rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int, shares: str
 ) -> None:
     """Whole results: the router receives the same messages, so that everything after it is the same, too."""
     traffic = sorted(
@@ -172,7 +176,8 @@ def test_a_cluster_answers_as_by_single_steps(
                 costs=costs,
                 slo=ServiceLevel(ttft=0.1, itl=0.0085),
                 by_steps=by_steps,
-                one_machine=one_machine,
+                one_machine=shares == "a machine",
+                cores=dict.fromkeys(Role, CORES) if shares == "cores" else None,
             )
         )
         for by_steps in (False, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.wings import NodeCores
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
@@ -65,6 +66,7 @@ def a_setup(
     slo: ServiceLevel | None = None,
     by_steps: bool = False,
     one_machine: bool = False,
+    cores: NodeCores | None = None,
     **scheduler: object,
 ) -> SimulationSetup:
     def pool(size: PoolConfig | int) -> PoolConfig:
@@ -77,7 +79,13 @@ def a_setup(
     )
     costs = costs or node_costs()
     return SimulationSetup(
-        config, dict.fromkeys(Role, costs), PlayedTraffic(rows, 16), slo, by_steps=by_steps, one_machine=one_machine
+        config,
+        dict.fromkeys(Role, costs),
+        PlayedTraffic(rows, 16),
+        slo,
+        by_steps=by_steps,
+        one_machine=one_machine,
+        cores=cores or {},
     )
 
 

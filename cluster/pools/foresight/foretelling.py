@@ -15,6 +15,7 @@ from tandem.cluster.control import Expectation, not_foretold
 from tandem.cluster.describe import format_seconds
 from tandem.cluster.orders import FORETELL_S
 from tandem.cluster.pools.facts import Facts
+from tandem.cluster.pools.foresight.cores import cores_of
 from tandem.cluster.pools.foresight.watching import sizes_in, why_not_serving
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
@@ -66,7 +67,8 @@ class Foreteller:
         while (earlier := self._simulates) is not None and not earlier.done():
             with contextlib.suppress(Exception):  # it was said to who asked
                 await asyncio.wrap_future(earlier)
-        self._simulates = in_own_thread("foretell", lambda: wing.foretell(told, there, wanted, config))
+        cores = cores_of(config, before, facts, there), cores_of(config, before, facts, {**there, **wanted})
+        self._simulates = in_own_thread("foretell", lambda: wing.foretell(told, there, wanted, config, cores))
         return await asyncio.wrap_future(self._simulates)
 
 

@@ -15,11 +15,12 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Expectation, ForesightView
 from tandem.cluster.pools.foresight import foretelling, wing
 from tandem.cluster.pools.foresight.wing import LIMIT_S, SETTLE_S, TOLD_S
+from tandem.cluster.wings import NodeCores
 from tandem.router.config import RouterConfig
 from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tests.cluster.pools.foresight.test_grading import forecast
-from tests.cluster.pools.helpers import FakeRouter, Rig, started
+from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, one_machine, started
 from tests.cluster.pools.pools_rig import PD
 
 MINUTE = SETTLE_S + 10.0
@@ -57,10 +58,17 @@ class Simulator:
     def __init__(self) -> None:
         self.says: Exception | Callable[[Mapping[Role, int]], Forecast] = lambda sizes: forecast(sizes=dict(sizes))
         self.asked: list[tuple[list[bytes], dict[Role, int], dict[Role, int]]] = []
+        self.cores: tuple[NodeCores, NodeCores] = {}, {}
 
     def foretell(
-        self, told: Sequence[bytes], there: Mapping[Role, int], wanted: Mapping[Role, int], config: TandemConfig
+        self,
+        told: Sequence[bytes],
+        there: Mapping[Role, int],
+        wanted: Mapping[Role, int],
+        config: TandemConfig,
+        cores: tuple[NodeCores, NodeCores],
     ) -> Forecast:
+        self.cores = cores
         self.asked.append((list(told), dict(there), dict(wanted)))
         if isinstance(self.says, Exception):
             raise self.says
@@ -371,6 +379,19 @@ async def test_what_cannot_be_foretold_is_a_sentence_and_the_change_is_made(
         assert view.score.said == [f"1 prefill, 1 decode → 2 prefill, 1 decode: not foretold: {why}"]
         assert rig.launcher.router.forecasts.said == view.score.said, "routers show it, too"
         assert "prefill-1" in rig.routed
+
+
+async def test_the_simulator_knows_which_nodes_share_cores(simulator: Simulator) -> None:
+    async with started(*PD, hosts=FakeHosts(one_machine(2))) as rig:
+        rig.launcher.router.recalls = b"what came"
+        await rig.controller.foretell({Role.PREFILL: 3, Role.DECODE: 1})
+    now, then = simulator.cores
+    assert {*now} == {*then} == {Role.PREFILL, Role.DECODE}
+    ((prefill,), (decode,)) = now[Role.PREFILL], now[Role.DECODE]
+    assert prefill.isdisjoint(decode)
+    first, *others = then[Role.PREFILL]
+    assert (first, [decode]) == (prefill, then[Role.DECODE])
+    assert {*others} == {prefill, decode}, "each on the core with the fewest nodes"
 
 
 async def test_a_router_that_says_nothing_and_a_cluster_that_is_changing_are_reasons(simulator: Simulator) -> None:
