@@ -162,6 +162,8 @@ class Host(msgspec.Struct, frozen=True):
     head: bool = False  # where the controller's router runs
     # The roles that a new node could have on this machine if it were empty. None: any.
     fits: frozenset[Role] | None = None
+    # Machines of one name are near each other, such as in one zone or rack; "": not known. KV is handed over within one where that can be.
+    island: str = ""
 
     def could_have(self, role: Role) -> bool:
         return self.fits is None or role in self.fits

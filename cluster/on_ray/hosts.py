@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0  # Ray does not announce changes of its nodes, so they are polled
+# Labels of a machine that say with which others it is: the first that it has. Ray sets the second where it knows the zone.
+ISLAND_LABELS = ("tandem-island", "ray.io/availability-zone")
 _FIND_OUT_S = 60.0  # Ray first has to start a process on the machine
 _ASK_AGAIN_S = 10.0
 # How long `present` waits for the answers of new machines; a later answer counts at the next look
@@ -167,6 +169,7 @@ class RayHosts:
                 slots=self._room(node, taken),
                 head=any(name in node["Resources"] for name in HEAD_ONLY),
                 fits=frozenset(places(offer_of(node), self._needs)),
+                island=next(filter(None, map(offer_of(node).labels.get, ISLAND_LABELS)), ""),
             )
             for node in nodes
         ]

@@ -84,7 +84,9 @@ def place(
     closed: Iterable[ClosedSlot] = (),
 ) -> NodePlacement | None:
     """Returns a placement on the emptiest machine that has room for one more node of this role, or on as many as its pool's `machines`.
-    None if too few have room."""
+    None if too few have room. Machines of the island come first that has the fewest nodes of this role for those of the other that it
+    hands KV to or gets it from."""
+    nodes = list(nodes)
     shut = Counter((slot.host, slot.role) for slot in closed if not slot.device)
     broken = {(slot.host, slot.device) for slot in closed if slot.device}
     here: dict[str, list[NodePlacement]] = {host.name: [] for host in hosts}
@@ -94,14 +96,30 @@ def place(
                 here[part.host].append(part)
     with_room = [host for host in hosts if _has_slot(host, here[host.name], role, shut[host.name, role])]
     parts: list[NodePlacement] = []
-    for host in sorted(with_room, key=lambda host: len(here[host.name])):
+    pool, surplus = config.pools.of(role), _surplus(hosts, nodes, role)
+
+    def order(host: Host) -> tuple[int, str, int]:
+        return surplus[host.island], host.island if pool.machines > 1 else "", len(here[host.name])
+
+    for host in sorted(with_room, key=order):
         barred = {device for name, device in broken if name == host.name}
         placement = _place_on(config, host, here[host.name], role, barred)
         if placement is not None:
             parts.append(placement)
-        if len(parts) == config.pools.of(role).machines:
+        if len(parts) == pool.machines:
             return _together(parts)
     return None
+
+
+def _surplus(hosts: Sequence[Host], nodes: Iterable[NodeRecord], role: Role) -> Counter[str]:
+    """By island: how many more nodes of this role it has than of the other of prefill and decode. 0 for other roles."""
+    found: Counter[str] = Counter()
+    if role.hands_over:
+        islands = {host.name: host.island for host in hosts}
+        for node in nodes:
+            if node.role.hands_over and node.placement is not None and node.placement.host in islands:
+                found[islands[node.placement.host]] += 1 if node.role is role else -1
+    return found
 
 
 def _together(parts: Sequence[NodePlacement]) -> NodePlacement:

@@ -99,6 +99,15 @@ async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
     assert world.asked.count("head") == 0, "nothing runs there that would have to know its cores"
 
 
+async def test_labels_say_which_machines_are_near_each_other() -> None:
+    zone = {"ray.io/availability-zone": "a"}
+    named = [
+        ray_node(f"m{number}", "10.0.0.4", labels=labels, decode=1.0)
+        for number, labels in enumerate([zone, {**zone, "tandem-island": "rack-7"}, {}])
+    ]
+    assert [host.island for host in await World(*named).hosts().present()] == ["a", "rack-7", ""]
+
+
 async def test_labels_choose_the_machines_of_a_pool_and_its_autoscaler_hears_of_them() -> None:
     needy = World(DECODE, PREFILL).hosts(decode={"GPU": 4}, prefill={"GPU": 1})
     assert {host.name: host.slots for host in await needy.present()} == {"d": {Role.DECODE: 1}}

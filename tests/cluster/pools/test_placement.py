@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,33 @@ def test_a_machine_with_places_of_every_kind_gives_its_cores_to_the_layout_that_
     assert together is not None
     assert apart is not None
     assert (together.cores, len(apart.cores)) == ((0, 1, 2, 3), 2)
+
+
+@given(
+    st.permutations([Role.PREFILL] * 3 + [Role.DECODE] * 3),
+    st.lists(st.sampled_from(["east", "west"]), min_size=6, max_size=6),
+)
+def test_each_island_gets_as_many_of_both_roles_as_it_can(order: list[Role], islands: list[str]) -> None:
+    slots = {Role.PREFILL: 1, Role.DECODE: 1}
+    hosts = [Host(str(number), "", (0, 1), slots=slots, island=island) for number, island in enumerate(islands)]
+    nodes: list[NodeRecord] = []
+    for number, role in enumerate(order):
+        placement = place(config(3, 3), hosts, nodes, role)
+        assert placement is not None
+        nodes.append(NodeRecord(str(number), role, placement))
+    there = Counter((islands[int(node.placement.host)], node.role) for node in nodes if node.placement)
+    for island in set(islands):
+        assert abs(there[island, Role.PREFILL] - there[island, Role.DECODE]) <= 1
+
+
+def test_a_node_on_several_machines_stays_in_one_island() -> None:
+    hosts = [Host(name, name, (0,), slots={Role.PREFILL: 1}, island=name[0]) for name in ("a1", "b1", "a2", "b2")]
+    asked = msgspec.structs.replace(config(), pools=PoolsConfig(prefill=PoolConfig(nodes=2, machines=2)))
+    first = place(asked, hosts, [], Role.PREFILL)
+    assert first is not None
+    second = place(asked, hosts, [NodeRecord("0", Role.PREFILL, first)], Role.PREFILL)
+    assert second is not None
+    assert (first.hosts, second.hosts) == (["a1", "a2"], ["b1", "b2"])
 
 
 def test_the_emptiest_machine_comes_first() -> None:
