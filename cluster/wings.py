@@ -28,6 +28,7 @@ ROWS = (
     "tandem.simulator.commands",
     "tandem.cluster.chaos",
     "tandem.cluster.verify",
+    "tandem.cluster.picker",
 )
 FLAGS = ("tandem.cluster.foreign_flags.flags",)
 JUDGE = "tandem.cluster.verify.judge"

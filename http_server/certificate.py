@@ -13,6 +13,7 @@ from tandem.base.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+_SETTINGS = "router.tls_certificate", "router.tls_key"
 _Stamp = tuple[tuple[int, int, int], ...]
 _Seen = TypeVar("_Seen")
 
@@ -21,8 +22,10 @@ class Certificate:
     """A certificate with its chain, and its key without a passphrase, both in PEM files. Raises
     ConfigurationError when they are not a pair."""
 
-    def __init__(self, certificate_file: str, key_file: str) -> None:
+    def __init__(self, certificate_file: str, key_file: str, names: tuple[str, str] = _SETTINGS) -> None:
+        """`names`: what an operator calls the two files, for errors."""
         self._files = certificate_file, key_file
+        self._names = names
         self._stamp = self._look()
         self.context = _context()
         self._load_into(self.context)
@@ -46,11 +49,11 @@ class Certificate:
     def _look(self) -> _Stamp:
         """What changes with every new version of a file, also when a link is pointed at another folder, as
         Kubernetes does with Secrets."""
-        found = [_of_file(setting, file, os.stat) for setting, file in zip(_SETTINGS, self._files, strict=True)]
+        found = [_of_file(setting, file, os.stat) for setting, file in zip(self._names, self._files, strict=True)]
         return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
     def _load_into(self, context: ssl.SSLContext) -> None:
-        for setting, file in zip(_SETTINGS, self._files, strict=True):
+        for setting, file in zip(self._names, self._files, strict=True):
             _of_file(setting, file, lambda name: open(name, "rb").close())
         certificate, key = self._files
         has_passphrase = False
@@ -65,18 +68,15 @@ class Certificate:
             context.load_cert_chain(certificate, key, password=passphrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             if has_passphrase:
-                why = f"{_SETTINGS[1]} {key} has a passphrase: write it without a passphrase, with `openssl pkey -in {key}`"
+                why = f"{self._names[1]} {key} has a passphrase: write it without a passphrase, with `openssl pkey -in {key}`"
             elif getattr(error, "reason", None) in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
-                why = f"{_SETTINGS[1]} {key} is not the key of {_SETTINGS[0]} {certificate}: name the one that was made with it"
+                why = f"{self._names[1]} {key} is not the key of {self._names[0]} {certificate}: name the one that was made with it"
             else:
                 why = (
-                    f"{_SETTINGS[0]} {certificate} and {_SETTINGS[1]} {key} must be a certificate with its chain, and its key, "
+                    f"{self._names[0]} {certificate} and {self._names[1]} {key} must be a certificate with its chain, and its key, "
                     f"both in PEM: {error}"
                 )
             raise ConfigurationError(why) from error
-
-
-_SETTINGS = "router.tls_certificate", "router.tls_key"
 
 
 def _of_file(setting: str, file: str, look: Callable[[str], _Seen]) -> _Seen:

@@ -110,6 +110,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "doctor": {"commands", "models", "pools"},
     "chat": {"commands"},
     "verify": {"commands"},
+    "picker": {"commands"},
 }
 MAY_IMPORT_RAY = (
     "cluster/on_ray/",

@@ -88,6 +88,7 @@ WINGS: dict[str, Wing] = {
     "bench": Wing(("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "chat": Wing(("cluster/chat/",), ("tests/cluster/chat/",)),
+    "picker": Wing(("cluster/picker/",), ("tests/cluster/picker/", "tests/clients/test_gateway.py")),
     "doctor": Wing(("cluster/doctor/",), ("tests/cluster/doctor/",)),
     "verify": Wing(
         ("cluster/verify/", "router/receipts/"),

@@ -22,7 +22,7 @@ KUBERAY = ROOT / "manifests" / "kuberay"
 BASE = KUBERAY / "base"
 COMPONENTS = KUBERAY / "components"
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
-OF_OTHERS = {"RayCluster": "raycluster", "PodMonitor": "podmonitor"}
+OF_OTHERS = {"RayCluster": "raycluster", "PodMonitor": "podmonitor", "InferencePool": "inferencepool"}
 
 Document = dict[str, Any]
 

@@ -49,6 +49,7 @@ EVERYTHING: Document = {
     "modelVolume": {"enabled": True, "storageClassName": "shared"},
     "rdma": {"enabled": True},
     "podMonitor": {"enabled": True, "labels": {"release": "monitoring"}, "endpoint": {"scheme": "https"}},
+    "gateway": {"enabled": True},
     "service": {"type": "LoadBalancer"},
     "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
     "pod": {"priorityClassName": "serving"},
@@ -233,6 +234,7 @@ def test_values_make_what_components_make(tmp_path: Path) -> None:
         "secrets.hubToken": "tandem-hub",
         "modelVolume.enabled": True,
         "podMonitor.enabled": True,
+        "gateway.enabled": True,
         "rdma.enabled": True,
         "persistentHead.enabled": True,
         "schedules": sizes,
@@ -254,9 +256,11 @@ def test_all_values_together_make_objects_by_their_definitions(tmp_path: Path) -
     assert [mistake for document in documents for mistake in mistakes(document)] == []
     rendered = by_kind(documents)
     assert set(rendered) == {
-        "ConfigMap", "CronJob", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "PodMonitor", "RayCluster", "Service",
+        "ConfigMap", "CronJob", "Deployment", "InferencePool", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget",
+        "PodMonitor", "RayCluster", "Service",
     }  # fmt: skip
-    assert rendered["Service"]["spec"]["type"] == "LoadBalancer"
+    services = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "Service"}
+    assert services["chat"]["type"] == "LoadBalancer"
     assert rendered["PersistentVolumeClaim"]["spec"]["storageClassName"] == "shared"
     assert rendered["PodMonitor"]["metadata"]["labels"]["release"] == "monitoring"
     head, *groups = [group["template"]["spec"] for group in groups_of(rendered["RayCluster"])]
@@ -273,7 +277,11 @@ def test_all_values_together_make_objects_by_their_definitions(tmp_path: Path) -
         assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     (job,) = rendered["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     assert make_parser().parse_args(job["command"][1:]).url == "https://chat:8000"
-    assert job["image"] == head["containers"][0]["image"]
+    (picker,) = rendered["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert make_parser().parse_args(picker["command"][1:]).routers == "https://chat-routers:8000"
+    assert services["chat-routers"]["selector"] == rendered["InferencePool"]["spec"]["selector"]["matchLabels"]
+    assert rendered["InferencePool"]["spec"]["endpointPickerRef"]["name"] in services
+    assert job["image"] == picker["image"] == head["containers"][0]["image"]
 
 
 def texts(part: object) -> list[str]:

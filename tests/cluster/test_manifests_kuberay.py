@@ -42,6 +42,7 @@ from tests.cluster.kube_objects import (
     needs_kubectl,
     with_components,
 )
+from tests.documents import blocks
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402
@@ -386,12 +387,12 @@ def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster:
 
 @needs_kubectl
 def test_all_components_go_together_and_with_gpus(tmp_path: Path) -> None:
-    names = ["daily-sizes", "hub-token", "model-volume", "podmonitor", "rdma"]
+    names = ["daily-sizes", "gateway", "hub-token", "model-volume", "podmonitor", "rdma"]
     assert {*names, "persistent-head"} == {folder.name for folder in COMPONENTS.iterdir()}
     documents = with_components(tmp_path, KUBERAY / "overlays" / "gpu", *names)
     assert [mistake for document in documents for mistake in mistakes(document)] == []
     rendered = by_kind(documents)
-    assert set(rendered) == KINDS | {"CronJob", "PersistentVolumeClaim", "PodMonitor"}
+    assert set(rendered) == KINDS | {"CronJob", "Deployment", "InferencePool", "PersistentVolumeClaim", "PodMonitor"}
     raycluster = rendered["RayCluster"]
     for container in containers(raycluster):
         assert {"HF_TOKEN", "HF_HOME", "TANDEM_CACHE", "POD_IP"} <= environment_of(container).keys()
@@ -439,6 +440,30 @@ def test_rdma_adds_one_right_and_a_device_to_nodes_that_hand_over(tmp_path: Path
         (told,) = container["envFrom"]
         assert told["configMapRef"]["name"] == "tandem-ucx"
         assert device.items() <= container["resources"]["requests"].items()
+
+
+def test_the_picker_is_found_and_finds_every_router(raycluster: Document) -> None:
+    folder = COMPONENTS / "gateway"
+    pool, picker, service, routers = (
+        load(folder / f"{name}.yaml") for name in ("inferencepool", "picker", "picker-service", "routers")
+    )
+    assert [mistake for each in (pool, picker, service, routers) for mistake in mistakes(each)] == []
+    pods = {"ray.io/cluster": raycluster["metadata"]["name"]}
+    assert pool["spec"]["selector"]["matchLabels"] == routers["spec"]["selector"] == pods
+    (port,) = pool["spec"]["targetPorts"]
+    (container,) = picker["spec"]["template"]["spec"]["containers"]
+    options = make_parser().parse_args(container["command"][1:])
+    assert options.routers == f"{routers['metadata']['name']}:{port['number']}"
+    assert options.port == container["ports"][0]["containerPort"] == pool["spec"]["endpointPickerRef"]["port"]["number"]
+    assert pool["spec"]["endpointPickerRef"]["name"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == picker["spec"]["template"]["metadata"]["labels"]
+    (block,) = (each for each in blocks("yaml") if "InferencePool" in each.text)
+    (backend,) = yaml.safe_load(block.text)["backendRefs"]
+    assert backend == {
+        "group": pool["apiVersion"].partition("/")[0],
+        "kind": pool["kind"],
+        "name": pool["metadata"]["name"],
+    }
 
 
 def test_the_podmonitor_is_one_and_finds_every_router(raycluster: Document) -> None:

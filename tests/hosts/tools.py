@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
 
 TOOLS = {  # of a lab of several hosts, each with Debian's package
     "ip": "iproute2",
@@ -24,6 +28,7 @@ TOOLS = {  # of a lab of several hosts, each with Debian's package
 # Daemons live where an ordinary user's PATH does not look.
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
 _INSTALL_S = 300.0
+_LOCK = Path(tempfile.gettempdir(), "tandem-tests-install.lock")  # one installation at a time
 
 
 class ToolsMissing(RuntimeError):
@@ -48,10 +53,16 @@ def absent_packages(tools: Mapping[str, str]) -> list[str]:
 
 def install_absent(tools: Mapping[str, str] = TOOLS, what: str = "the lab") -> None:
     """Installs the missing tools. Raises ToolsMissing with the packages' names if some are still missing. `what` needs them."""
-    packages = absent_packages(tools)
-    if not packages:
+    if not absent_packages(tools):
         return
-    said = _apt("update") + _apt("install", "--yes", "--no-install-recommends", *packages)
+    said = ""
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packages = absent_packages(tools)  # another test may have installed them
+        if packages:
+            said = _said(lock, "dpkg", "--configure", "-a")  # an installation that was cut off stops every later one
+            said += _said(lock, "apt-get", "--quiet", "update")
+            said += _said(lock, "apt-get", "--quiet", "install", "--yes", "--no-install-recommends", *packages)
     if still := absent_packages(tools):
         raise ToolsMissing(
             f"{what} needs {', '.join(still)}, and they could not be installed: install them with this "
@@ -59,16 +70,20 @@ def install_absent(tools: Mapping[str, str] = TOOLS, what: str = "the lab") -> N
         )
 
 
-def _apt(*words: str) -> str:
-    if shutil.which("apt-get") is None:
-        return "there is no apt-get here\n"
-    try:
-        done = subprocess.run(
-            ["apt-get", "--quiet", *words],
+def _said(lock: IO[str], program: str, *words: str) -> str:
+    """It is never killed, not even with the test, and the lock is its own as well: a killed one leaves packages half installed."""
+    if shutil.which(program) is None:
+        return f"there is no {program} here\n"
+    with tempfile.TemporaryFile("w+") as output:
+        running = subprocess.Popen(
+            [program, *words],
             env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=_INSTALL_S, check=False,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            pass_fds=(lock.fileno(),), start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"apt-get {words[0]} did not end within {_INSTALL_S:.0f} s\n"
-    return done.stdout
+        try:
+            running.wait(_INSTALL_S)
+        except subprocess.TimeoutExpired:
+            return f"{program} {' '.join(words)} did not end within {_INSTALL_S:.0f} s\n"
+        output.seek(0)
+        return output.read()

@@ -51,6 +51,12 @@ def undisturbed(router: RunningRouter, after: int = 0, **fields: Any) -> Iterato
     assert text == router.expected("the fox", COUNT, seed=9)
 
 
+def moved_once(left: FakeNode, reached: FakeNode) -> None:
+    # The client may have its last token before the other node has the word.
+    left.wait_until(lambda: bool(left.cancels), "the request is cancelled there")
+    assert len(left.cancels) == len(reached.submits) == 1
+
+
 def pause(router: RunningRouter, at: int) -> None:
     for node in router.nodes.values():
         if node.role is Role.DECODE:
@@ -355,7 +361,7 @@ def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_route
         other(router, blocked).resume()
         blocked.wait_until(lambda: blocked.asks >= 2, "it is asked, and the request stays")
         blocked.set(status_fields=BLOCKED)
-    assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
+    moved_once(blocked, other(router, blocked))
 
 
 @pytest.mark.parametrize("alone", [BLOCKED, {**BLOCKED, "running": 1, "waiting": 0}], ids=["waits", "begins again"])
@@ -368,7 +374,7 @@ def test_a_request_that_has_moved_often_leaves_such_a_node_too(
         blocked = serving(router)
         other(router, blocked).resume()
         blocked.set(status_fields=alone)
-    assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
+    moved_once(blocked, other(router, blocked))
 
 
 def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start_router: StartRouter) -> None:
@@ -382,7 +388,8 @@ def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start
         free.resume()
         blocked.wait_until(lambda: blocked.asks == 1, "it is asked")
         free.set(status_fields={})
-    assert blocked.asks == len(blocked.cancels) == len(free.submits) == 1
+    moved_once(blocked, free)
+    assert blocked.asks == 1
 
 
 def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_decode_node(
