@@ -15,9 +15,9 @@ first token in time and 20 ms for each further one.
 `changes`: a cluster whose costs are hidden serves a minute of requests; what a change of its prefill nodes brings is said with costs that are up to
 15% off, and graded as a serving cluster grades it, by other requests like these on the changed cluster: how often the interval has the outcome.
 
-`quotes`: every request of a trace is told, at each of four confidences, by when its first token comes, as `X-Tandem-Quote` does; how many were.
-The nodes are alike, half of them prefill nodes. Each load is played three times: on steady nodes; on nodes of which, for the middle third of the
-traffic, every one that reads prompts takes 1.6 times as long; and on nodes that take 3% longer forty times, which is three times as long at the end.
+`quotes`: every request of a trace is told, at each of four confidences, by when its first token comes, as `X-Tandem-Quote` does; how many are kept.
+The nodes are alike, half of them prefill nodes. Each load is played three times: on steady nodes; on nodes that read prompts in 1.6 times the time
+during the middle third of the traffic; and on nodes that take 3% longer forty times, which is three times as long at the end.
 
 `asked`: the same of a serving cluster, as its clients see it. Prompts of 20 to 200 tokens come at random times, and ask for a quote at one of the
 four confidences in turn.
