@@ -33,6 +33,10 @@ def test_it_completes_and_chats_by_vllms_names(start_router: StartRouter) -> Non
         counts = [len(one.outputs[0].token_ids) for one in llm.generate(["a", "b"], each_its_own)]
         assert counts == [1, 2]
 
+        stopping = SamplingParams(max_tokens=5, seed=3, stop=outputs[4].outputs[0].text[-1])
+        (stopped,) = llm.generate("number 4", stopping)
+        assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stopping.stop)
+
         messages = [{"role": "user", "content": "hi"}]
         (chat,) = llm.chat(messages, SamplingParams(max_tokens=3, seed=1, logprobs=2))
         assert len(chat.outputs[0].token_ids) == 3
