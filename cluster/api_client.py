@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -70,13 +71,7 @@ class ApiClient:
 
     def get(self, path: str) -> httpx.Response:
         """Raises RequestError or Unavailable, with a message for the operator, for any response but a success."""
-        try:
-            response = self.http.get(path)
-        except httpx.HTTPError as error:
-            raise self.unreachable(error) from error
-        if response.is_error:
-            raise self.refused(response)
-        return response
+        return self.answered(lambda: self.http.get(path))
 
     def read(self, path: str, kind: type[T]) -> T:
         """Raises the same errors as `get`, and InternalError for an answer of another kind."""
@@ -86,16 +81,34 @@ class ApiClient:
         except msgspec.MsgspecError as error:
             raise InternalError(f"{self.url}{path} did not answer like a Tandem router: {error}") from error
 
-    def post(self, path: str, body: bytes, timeout: httpx.Timeout) -> httpx.Response:
-        """Raises the same errors as `get`."""
-        headers = {"content-type": "application/json"}
+    def post(
+        self, path: str, body: bytes, timeout: httpx.Timeout, more: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """Raises the same errors as `get`. `more`: further headers."""
+        headers = {"content-type": "application/json", **(more or {})}
+        return self.answered(lambda: self.http.post(path, content=body, headers=headers, timeout=timeout))
+
+    def answered(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Returns what `ask` got of `http`. Raises the same errors as `get`."""
         try:
-            response = self.http.post(path, content=body, headers=headers, timeout=timeout)
+            response = ask()
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
         if response.is_error:
             raise self.refused(response)
         return response
+
+    @contextmanager
+    def streamed(self, method: str, path: str, **sent: Any) -> Iterator[httpx.Response]:
+        """While it is entered, the answer can be read as it comes. Raises the same errors as `get`."""
+        try:
+            with self.http.stream(method, path, **sent) as response:
+                if response.is_error:
+                    response.read()
+                    raise self.refused(response)
+                yield response
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
 
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):

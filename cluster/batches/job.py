@@ -67,15 +67,9 @@ class BatchClient:
 
     def begin(self, path: Path, endpoint: str, window: str) -> str:
         """Sends the file and asks for the job. Returns its id."""
-        try:
-            with path.open("rb") as file:
-                response = self._api.http.post(
-                    "/v1/files", files={"file": (path.name, file)}, data={"purpose": "batch"}, timeout=UPLOAD
-                )
-        except httpx.HTTPError as error:
-            raise self._api.unreachable(error) from error
-        if response.is_error:
-            raise self._api.refused(response)
+        with path.open("rb") as file:
+            sent: dict[str, Any] = {"files": {"file": (path.name, file)}, "data": {"purpose": "batch"}}
+            response = self._api.answered(lambda: self._api.http.post("/v1/files", timeout=UPLOAD, **sent))
         body = {
             "input_file_id": response.json()["id"],
             "endpoint": endpoint,
@@ -137,7 +131,9 @@ class BatchClient:
         try:
             with part.open("wb") as out:
                 if file_id is not None:
-                    self._stream_to(file_id, out.write)
+                    with self._api.streamed("GET", f"/v1/files/{file_id}/content", timeout=UPLOAD) as response:
+                        for data in response.iter_bytes():
+                            out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(target)
@@ -145,17 +141,6 @@ class BatchClient:
             raise ConfigurationError(f"{target} cannot be written: {error.strerror}") from error
         finally:
             part.unlink(missing_ok=True)
-
-    def _stream_to(self, file_id: str, write: Callable[[bytes], object]) -> None:
-        try:
-            with self._api.http.stream("GET", f"/v1/files/{file_id}/content", timeout=UPLOAD) as response:
-                if response.is_error:
-                    response.read()
-                    raise self._api.refused(response)
-                for data in response.iter_bytes():
-                    write(data)
-        except httpx.HTTPError as error:
-            raise self._api.unreachable(error) from error
 
     def forget(self, batch: dict[str, Any]) -> None:
         """Deletes the job's files at the server, which are here now."""

@@ -30,8 +30,8 @@ from tandem.cluster.chaos.plan import (
     make_plan,
     processes_of,
 )
-from tandem.cluster.chaos.probes import Probes
-from tandem.cluster.chaos.report import ChaosReport, Traffic, blow_reports, bounds, judge, print_report, traffic_of
+from tandem.cluster.chaos.probes import Probes, Traffic
+from tandem.cluster.chaos.report import ChaosReport, bounds, judge, print_report, with_gaps
 from tandem.cluster.commands.options import add_address
 from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.control import ClusterView
@@ -191,7 +191,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         )
     before = finished(urls, key)
     await _carry_out(conductor, plan, probes, rules.minutes * 60)
-    traffic = traffic_of(probes.counts) if probes else own_traffic(before, finished(urls, key))
+    traffic = probes.counts if probes else own_traffic(before, finished(urls, key))
     back_s, left = await conductor.until_quiet() if probes else (None, [])
     report = ChaosReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,7 +199,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         model=view.model,
         seed=rules.seed,
         minutes=rules.minutes,
-        blows=blow_reports(conductor.struck, probes.counts if probes else None),
+        blows=with_gaps(conductor.struck, conductor.began, probes.gaps) if probes else conductor.struck,
         traffic=traffic,
         blocks_back_after_s=back_s,
         left_behind=left,
