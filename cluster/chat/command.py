@@ -63,7 +63,7 @@ class ChatClient:
         body = {"model": model, "messages": messages, "stream": True, **sampling}
         try:
             with self._api.http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.is_error:
+                if not response.is_success:
                     response.read()
                     raise self._api.refused(response)
                 yield from _pieces(response.iter_lines())

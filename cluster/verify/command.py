@@ -73,7 +73,7 @@ def remake(server: ApiClient, file: Path, request: Path, seconds: float) -> Rema
         )
     except httpx.HTTPError as error:
         raise server.unreachable(error) from error
-    if answer.is_error:
+    if not answer.is_success:
         raise server.refused(answer)
     now = read_receipt(answer.headers.get(_HEADER, ""))
     difference = before.answer.parts_from(now.answer)
