@@ -249,6 +249,7 @@ def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
     [
         (["--quick", "-o", "json"], "does not answer"),
         (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--out", "no-folder/costs.json"], "no-folder/costs.json cannot be written: name another file"),
         (["--url", "http://[::1"], "is no URL"),
     ],
 )
