@@ -55,6 +55,8 @@ def test_what_is_wrong_is_named(start_router: StartRouter) -> None:
         LLM()
     with pytest.raises(ConfigurationError, match="max_model_len"):
         LLM(url=router.url, max_model_len=100)
+    with pytest.raises(ConfigurationError, match=r"the server did not start: .*'/nowhere' is not there"):
+        LLM("/nowhere")
     with LLM(url=router.url) as llm:
         with pytest.raises(RequestError, match="temperature"):
             llm.generate(["a"] * 40, SamplingParams(temperature=-1))
