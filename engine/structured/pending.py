@@ -107,12 +107,20 @@ class PendingGrammars:
         self._work.close()
 
     def _compile(self) -> None:
-        while (asked := self._work.take()) is not None:
-            try:
-                if asked.request_id in self._deadlines:  # otherwise it has ended or is overdue
-                    asked.tell(self._attempt(asked.grammar))
-            finally:
-                self._work.done(asked.tenant)
+        while self._compile_next():
+            pass
+
+    def _compile_next(self) -> bool:
+        """A thread that waits for more keeps nothing of the last one: neither the request nor its grammar."""
+        asked = self._work.take()
+        if asked is None:
+            return False
+        try:
+            if asked.request_id in self._deadlines:  # otherwise it has ended or is overdue
+                asked.tell(self._attempt(asked.grammar))
+        finally:
+            self._work.done(asked.tenant)
+        return True
 
     def _attempt(self, grammar: str) -> TandemError | None:
         try:

@@ -58,7 +58,7 @@ def test_a_full_disk_is_said_in_a_line(
 
 
 def test_every_command_that_prints_can_print_json() -> None:
-    """A chat is a conversation, and a completion is a shell's source."""
+    """A chat is a conversation, a completion is a shell's source, and a picker serves."""
     without = []
     parsers: list[tuple[str, argparse.ArgumentParser]] = [("", make_parser())]
     for name, parser in parsers:
@@ -66,7 +66,7 @@ def test_every_command_that_prints_can_print_json() -> None:
         parsers += [(f"{name} {word}".strip(), one) for word, one in inner.items()]
         if not inner and "-o" not in flags_of(parser):
             without.append(name)
-    assert {*without} <= {"chat", "completion"}
+    assert {*without} <= {"chat", "completion", "picker"}
 
 
 @pytest.mark.slow

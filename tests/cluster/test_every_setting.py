@@ -292,7 +292,9 @@ def is_tandem_yaml(text: str) -> bool:
     return bool((yaml.safe_load(text) or {}).keys() & {name[0] for name in known_settings()})
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("yaml") if block.kind != "yaml needs=kubernetes"], ids=lambda block: block.name
+)
 def test_every_block_of_settings_in_the_documents_loads_and_follows_the_schema(
     tmp_path: FilePath, block: Block
 ) -> None:

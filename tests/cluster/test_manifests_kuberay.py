@@ -43,6 +43,7 @@ from tests.cluster.kube_objects import (
     with_components,
 )
 from tests.documents import blocks
+from tests.doors import passes
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402
@@ -459,6 +460,7 @@ def test_the_picker_is_found_and_finds_every_router(raycluster: Document) -> Non
     assert service["spec"]["selector"] == picker["spec"]["template"]["metadata"]["labels"]
     (block,) = (each for each in blocks("yaml") if "InferencePool" in each.text)
     (backend,) = yaml.safe_load(block.text)["backendRefs"]
+    passes("block", block.name)
     assert backend == {
         "group": pool["apiVersion"].partition("/")[0],
         "kind": pool["kind"],
