@@ -9,10 +9,11 @@ A tenant alone may have everything. Several share by their weights what is scarc
 
 - **Reading** (`reading.py`). Nodes get few prompts in advance, and the next one is that of the tenant for which the
   fewest tokens were computed. What a tenant alone had sent to nodes comes back when another comes.
-- **Places and blocks.** The next goes to the tenant that holds the least KV, and the tenant that holds most gives some
-  up until each has its part: its latest sequences pause, and go on later from where they were. Background answers
-  never pause, because other routers may be reading them from their node. So one tenant's have at most as many places
-  as they leave free, which is a half.
+- **Places and blocks.** The next goes to the tenant that holds the least KV; of those that hold about the same, up to one
+  sequence, to the one for which the fewest tokens were computed. The tenant that holds most gives some up until each
+  has its part: its latest sequences pause, and go on later from where they were. Background answers never pause,
+  because other routers may be reading them from their node. So one tenant's have at most as many places as they leave
+  free, which is a half.
 
 What runs when nothing else does (the lines of batches) has no part in this: `idle_places.py`.
 """
@@ -333,13 +334,16 @@ class Admission:
         """The first requests of all lines, in the order of their turns."""
         turns = self._line.heads()
         if len(turns) > 1:
-            turns.sort(key=self._turn)
+            # A few sequences that fill all nodes can at no moment be divided as the weights are, but over time.
+            most = max(slots.kv_tokens / slots.account.weight for slots in turns)
+            turns.sort(key=lambda slots: self._turn(slots, most))
         return turns
 
-    def _turn(self, slots: Slots) -> tuple[int, float, float]:
-        """Tenants go by what they share: reading, or places and blocks."""
+    def _turn(self, slots: Slots, most: float) -> tuple[int, float, float]:
+        """Tenants go by what they share: reading, or places and blocks. `most`: of the KV by weight that one of them asks
+        for. Those that hold as much, but for so much, go by the tokens that were computed for them."""
         account = slots.account
-        return slots.priority, 0.0 if self._is_reading_scarce else account.load, account.time
+        return slots.priority, 0.0 if self._is_reading_scarce else account.load // most, account.time
 
     def _make_way(self) -> bool:
         """Pauses sequences for the first request in line that may have a place. Returns whether it did, so that the

@@ -320,6 +320,18 @@ async def test_each_key_comes_to_its_part_of_the_kv(sizes: list[int], weight: fl
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.parametrize("places", [1, 2, 3, 5])
+@on_virtual_time
+async def test_places_are_shared_by_weight_however_few_there_are(places: int) -> None:
+    pool = Pool(places=places, weights={"half": 0.5})
+    pool.is_measured = False  # else reading is what they share
+    pool.keep_asking("whole", 20, lambda: 100)
+    pool.keep_asking("half", 20, lambda: 100)
+    await asyncio.sleep(60)
+    await pool.end()
+    assert pool.computed("whole", 6, 60) == pytest.approx(2 * pool.computed("half", 6, 60), rel=0.05)
+
+
 @on_virtual_time
 async def test_what_is_due_first_goes_first_and_what_has_no_deadline_is_not_starved() -> None:
     pool = Pool(places=1)
