@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -30,6 +31,7 @@ from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import ENGINE_ROLES
 
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 # NVIDIA's driver, WSL's, and Jetson's
 _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 
@@ -84,7 +86,10 @@ def _paths_on_this_machine(config: TandemConfig) -> Iterator[Callable[[], object
 
 
 def check_device(name: str, gpus: int, environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
-    """Raises ConfigurationError for a CUDA device that is certainly not here. Does not import torch, which takes seconds."""
+    """Raises ConfigurationError for what is no device, and for a CUDA device that is certainly not here. Does not import torch, which takes
+    seconds."""
+    if not _DEVICE.fullmatch(name):
+        raise ConfigurationError(f"model.device must be auto, cpu, cuda or cuda:N, not {name}")
     if not name.startswith("cuda"):
         return
     if gpus:

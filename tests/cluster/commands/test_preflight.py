@@ -162,6 +162,12 @@ def test_a_device_that_is_not_here_is_refused(
         check_device(name, gpus, environ, tmp_path)
 
 
+def test_a_name_that_is_no_device_is_refused_before_a_node_starts() -> None:
+    for name in ("gpu", "cuda:x", "tpu", "cuda:0,1"):
+        with pytest.raises(ConfigurationError, match=f"must be auto, cpu, cuda or cuda:N, not {name}"):
+            check_device(name, 1)
+
+
 def test_a_device_that_may_be_here_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0")
     for there in ("nvidia0", "dxg"):
