@@ -29,6 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    try:
+        status = _answered(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what is left would fail at exit
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # The reader of our output has gone, or its disk is full. Without this, the interpreter would fail again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"tandem: {error.strerror}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _answered(words: Sequence[str]) -> int:
     from tandem.base.errors import TandemError
 
     parser = make_parser()
@@ -49,23 +67,10 @@ def _run(words: Sequence[str]) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        try:
-            status: int = options.run(options)
-        except TandemError as error:
-            print_error(options, error)
-            status = 1
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what is left would fail at exit
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        # The reader of our output has gone, or its disk is full. Without this, the interpreter would fail again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.ENOSPC:
-            print(f"tandem: {error.strerror}", file=sys.stderr)
-        return 1
+        status: int = options.run(options)
+    except TandemError as error:
+        print_error(options, error)
+        status = 1
     return status
 
 

@@ -147,8 +147,20 @@ def simulate(
     try:
         with _rare_collections():
             return loop.run_until_complete(_Simulation(setup, on_progress, on_answer).run())
+    except KeyboardInterrupt:
+        _end_tasks(loop)
+        raise
     finally:
         loop.close()
+
+
+def _end_tasks(loop: VirtualLoop) -> None:
+    """Each task that is still there would tell on the terminal that its loop was closed."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(Exception):  # the interrupt came in the middle of something
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 @contextlib.contextmanager

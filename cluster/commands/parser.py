@@ -147,5 +147,5 @@ class VersionAction(argparse.Action):
                 return "not installed"
 
         parts = ", ".join(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "nixl"))
-        print(f"tandem {of('tandem-serve')} (Python {platform.python_version()}, {parts})")
+        print(f"tandem {of('tandem-serve')} (Python {platform.python_version()}, {parts})", flush=True)
         parser.exit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -17,6 +18,7 @@ from tandem.api.text.chat_template import template_source
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.model_checks import check_context, check_hub, check_type
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import format_size
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import draft_place
@@ -27,7 +29,9 @@ from tandem.cluster.settings.combined import SettingsError
 from tandem.http_server.certificate import check_before_use
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
+from tandem.wire.nodes import ENGINE_ROLES
 
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 # NVIDIA's driver, WSL's, and Jetson's
 _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 
@@ -41,6 +45,7 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
         lambda: _check_model(config),
         lambda: check_device(config.model.device, machine.gpus),
         lambda: check_cache_folder(config.model.path),
+        lambda: check_disks(config),
         lambda: check_context(config),
         lambda: check_type(config),
         *_paths_on_this_machine(config),
@@ -81,7 +86,10 @@ def _paths_on_this_machine(config: TandemConfig) -> Iterator[Callable[[], object
 
 
 def check_device(name: str, gpus: int, environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
-    """Raises ConfigurationError for a CUDA device that is certainly not here. Does not import torch, which takes seconds."""
+    """Raises ConfigurationError for what is no device, and for a CUDA device that is certainly not here. Does not import torch, which takes
+    seconds."""
+    if not _DEVICE.fullmatch(name):
+        raise ConfigurationError(f"model.device must be auto, cpu, cuda or cuda:N, not {name}")
     if not name.startswith("cuda"):
         return
     if gpus:
@@ -108,13 +116,37 @@ def check_cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> No
         return
     folder = models_folder(environ)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _write_into(folder)
     except OSError as error:
         raise ConfigurationError(
             f"the folder for fetched models, {folder}, cannot be written ({error.strerror}): name another one with TANDEM_CACHE"
         ) from error
+
+
+def check_disks(config: TandemConfig) -> None:
+    """Raises ConfigurationError for tiers on a disk that cannot be used: the nodes would serve without them."""
+    wanted: dict[str, int] = {}
+    for role in ENGINE_ROLES:
+        for tier in config.engine_of(role).cache.tiers if config.pools.of(role).first_size else ():
+            if tier.disk is not None:
+                wanted[tier.disk] = wanted.get(tier.disk, 0) + (tier.size or 0) * config.pools.of(role).first_size
+    for folder, size in wanted.items():
+        try:
+            _write_into(Path(folder))
+            there = sum(file.stat().st_blocks * 512 for file in Path(folder).glob("*.kv"))  # of nodes before these
+            room = shutil.disk_usage(folder).free + there
+        except OSError as error:
+            raise ConfigurationError(f"cache.tiers: disk {folder!r} cannot be used: {error.strerror}") from error
+        if room < size:
+            raise ConfigurationError(
+                f"cache.tiers: {folder} has room for {format_size(room)}, and the nodes' tiers take {format_size(size)}: give them less"
+            )
+
+
+def _write_into(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _check_model(config: TandemConfig) -> None:

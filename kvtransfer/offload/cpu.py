@@ -90,7 +90,8 @@ class Copier(abc.ABC):
         return None
 
     def open(self) -> None:
-        """Called first, in the thread that copies. It may take long: the tier is left out meanwhile."""
+        """Called first, in the thread that copies. It may take long: the tier is left out meanwhile. If it raises TierUnavailable, it is
+        called again later."""
 
     @abc.abstractmethod
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
@@ -229,9 +230,9 @@ class CopyThread(Mover):
     # ── what the step thread calls ──
 
     def await_open(self, timeout_s: float) -> bool:
-        """Returns whether the copier is open. Raises what its `open` raised."""
+        """Returns whether the copier is open: not if that takes longer, or cannot be done now. Raises what its `open` raised otherwise."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_open or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._is_open or self._failure is not None or self._absence.why, timeout_s)
             if self._failure is not None:
                 raise self._failure
             self._is_late = not self._is_open
@@ -279,7 +280,7 @@ class CopyThread(Mover):
     @property
     def left_out(self) -> str:
         if not self._is_open:
-            return "its disk has not answered since the start"
+            return self._absence.why or "its disk has not answered since the start"
         return self._absence.why
 
     @property
@@ -334,9 +335,9 @@ class CopyThread(Mover):
 
     def _run(self) -> None:
         try:
-            self.open()
-            while (work := self._next()) is not None:
-                self.do(work)
+            if self._opened():
+                while (work := self._next()) is not None:
+                    self.do(work)
         except BaseException as error:
             if not self._is_open and self._is_late:
                 logger.error("a tier that was not open in time cannot be opened: %s", error)
@@ -345,10 +346,27 @@ class CopyThread(Mover):
                 self._changed.notify_all()
             self._wake()
 
+    def _opened(self) -> bool:
+        """Returns when the copier is open, or False when the tier is closed before that."""
+        while True:
+            try:
+                self.open()
+                return True
+            except TierUnavailable as error:
+                with self._changed:
+                    self._absence.leave_out(str(error))
+                    self._changed.notify_all()
+                    while not self._closing and (left := self._absence.until - self._clock()) > 0:
+                        self._changed.wait(left)
+                    if self._closing:
+                        return False
+
     def open(self) -> None:
         self._copier.open()
         with self._changed:
             self._is_open = True
+            if self._absence.why:
+                self._absence.end()
             self._changed.notify_all()
 
     def _next(self) -> Work | None:

@@ -40,7 +40,7 @@ from tandem.kvtransfer.offload.chunks import ChunkCopier
 from tandem.kvtransfer.offload.cpu import TierSurroundings
 from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
-from tandem.kvtransfer.offload.patience import OPEN_S, Hold
+from tandem.kvtransfer.offload.patience import OPEN_S, Hold, TierUnavailable
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Mover
 from tandem.kvtransfer.sources import KeptSources, TierSources
@@ -88,8 +88,12 @@ class DiskTier(LastingSpec):
 
         def opened() -> SlotFile:
             file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes, void, self._around.files)
-            if self._followed is not None:
-                file.follow(self._followed)
+            try:
+                if self._followed is not None:
+                    file.follow(self._followed)
+            except OSError as error:
+                file.close()
+                raise TierUnavailable(error.strerror) from error
             self.recall.found(file.sources)
             return file
 
@@ -97,9 +101,9 @@ class DiskTier(LastingSpec):
         thread = self._around.copying(copier, wake, f"disk ({config.disk})")
         if not thread.await_open(OPEN_S):
             logger.error(
-                "cache.tiers: disk %r does not answer within %g s: the node starts without this tier, and uses it once it does",
+                "cache.tiers: disk %r: the node starts without this tier, and uses it once it works: %s",
                 config.disk,
-                OPEN_S,
+                thread.left_out,
             )
         self._copier = copier
         index = DiskIndex(
@@ -203,7 +207,8 @@ class SlotFile:
         void: set[int] | None = None,
         files: Files | None = None,
     ) -> None:
-        """`void`: slots to which nothing is written, because what their stores hold was forgotten. The step thread changes it."""
+        """`void`: slots to which nothing is written, because what their stores hold was forgotten. The step thread changes it. Raises
+        TierUnavailable: a node serves without a disk that is full or broken."""
         self._files = files = files or SystemFiles()
         self._num_slots = num_slots
         self._void = void if void is not None else set()
@@ -216,9 +221,7 @@ class SlotFile:
                 size = HEADER_BYTES + num_slots * slot_bytes
                 there = self._file.allocated_bytes
                 if (free := files.free_bytes(folder)) + there < size:
-                    raise ConfigurationError(
-                        f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
-                    )
+                    raise TierUnavailable(f"{(free + there) >> 20} MiB are left for a tier of {size >> 20} MiB")
                 self._file.resize(size)
                 self._resets = 0
                 self._is_empty = False  # also of its generation
@@ -228,7 +231,7 @@ class SlotFile:
                 found = [self._header(slot) for slot in range(num_slots)]
                 undo.pop_all()
         except OSError as error:
-            raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
+            raise TierUnavailable(f"disk {str(folder)!r}: {error.strerror or error}") from error
         # What each header says, also of keys that were evicted since.
         self._named = [header[1] if header else None for header in found]
         self._unknown: set[int] = set()  # slots whose header could not be written: it may be the old one or the new one

@@ -67,7 +67,7 @@ class BlockSize(msgspec.Struct, frozen=True, tag=True):
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
-    is_late: bool = False  # its disk does not answer
+    left_out: str = ""  # why it cannot be used now
 
 
 class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
@@ -112,16 +112,16 @@ class TierLines:
         """Returns the bytes of a block on each of the other ranks."""
         return [answer.num_bytes for answer in self._ask([TellBlock()] * len(self._lines), BlockSize)]
 
-    def open(self, configs: Sequence[TierConfig], generation: int) -> tuple[int, int | None]:
-        """Opens the same tier at each of the other ranks. Returns its number, and a rank whose disk does not answer.
+    def open(self, configs: Sequence[TierConfig], generation: int) -> tuple[int, str]:
+        """Opens the same tier at each of the other ranks. Returns its number, and why a rank cannot use it now ("": all can).
         Raises ConfigurationError."""
         answers = self._ask([OpenTier(config, generation) for config in configs], TierOpened)
         for answer in answers:
             if answer.problem:
                 raise ConfigurationError(answer.problem)
         self._tiers += 1
-        late = next((rank for rank, answer in enumerate(answers, start=1) if answer.is_late), None)
-        return self._tiers - 1, late
+        reasons = (f"rank {rank}: {answer.left_out}" for rank, answer in enumerate(answers, start=1) if answer.left_out)
+        return self._tiers - 1, next(reasons, "")
 
     def keep(self) -> None:
         """One more tier must call `close` before the lines are closed."""
@@ -336,18 +336,17 @@ class TierOfRanks(LastingSpec):
             spec.recall = self.recall
         manager, mover = spec.open(memory, wake)
         generation = spec.generation if isinstance(spec, DiskTier) else 0
-        late: int | None = 0
+        why = f"rank 0: {mover.left_out}"
         try:
             if generation is not None:
-                tier, late = self._lines.open(others, generation)
+                tier, why = self._lines.open(others, generation)
         except TandemError:
             mover.close()
             raise
         self._lines.keep()
-        if late is None:
+        if not why:
             return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
-        why = f"rank {late}'s disk did not answer when the node started"
-        logger.error("cache.tiers: %s: the node serves without this tier", why)
+        logger.error("cache.tiers: %s: until it is started again, the node serves without this tier", why)
         return manager, AbsentMover(why, mover, self._lines, sum(sizes))
 
 
@@ -483,7 +482,7 @@ class RankTiers:
             return TierOpened(str(error))
         self._tiers.append(tier)
         self._resets.append(0)
-        return TierOpened(is_late=bool(tier.mover.left_out))
+        return TierOpened(left_out=tier.mover.left_out)
 
     def _look(self) -> None:
         for number, tier in enumerate(self._tiers):

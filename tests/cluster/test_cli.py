@@ -47,7 +47,7 @@ def test_help_imports_nothing_that_takes_time() -> None:
     assert child.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("words", [["completion", "bash"], ["config", "-o", "json"]])
+@pytest.mark.parametrize("words", [["completion", "bash"], ["config", "-o", "json"], ["--version"]])
 def test_a_full_disk_is_said_in_a_line(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import msgspec
 import pytest
 
@@ -131,3 +134,17 @@ def test_an_error_of_a_part_ends_the_run() -> None:
     with pytest.raises(ExceptionGroup) as broken:
         simulate(setup)
     assert broken.group_contains(OverflowError)
+
+
+def test_an_interrupt_leaves_no_task_that_complains_of_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rows = [TraceRow(0.1 * index, 500, 50) for index in range(40)]
+    with pytest.raises(KeyboardInterrupt):
+        simulate(a_setup(rows), on_answer=interrupted)
+    gc.collect()
+    assert complaints == []

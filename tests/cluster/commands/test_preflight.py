@@ -19,7 +19,7 @@ from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings.combined import SettingsError
 from tandem.engine.config import CacheConfig, ModelConfig
-from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 
 replace = msgspec.structs.replace
 
@@ -128,6 +128,20 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_its_variable(
     assert "TANDEM_CACHE" in said
 
 
+def test_a_disk_without_room_for_the_tiers_or_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path)
+
+    def with_disk(folder: Path, size: int) -> TandemConfig:
+        return replace(config_of(tmp_path), cache=CacheConfig(tiers=[TierConfig(disk=str(folder), size=size)]))
+
+    assert mistakes(with_disk(tmp_path / "kv", 1 << 20)) == []
+    (said,) = mistakes(with_disk(tmp_path / "kv", 1 << 60))
+    assert "kv has room for" in said
+    assert "give them less" in said
+    (said,) = mistakes(with_disk(tmp_path / "config.json", 1 << 20))
+    assert "config.json' cannot be used: File exists" in said
+
+
 @pytest.mark.parametrize(
     ("name", "gpus", "environ", "there", "why"),
     [
@@ -146,6 +160,12 @@ def test_a_device_that_is_not_here_is_refused(
         (tmp_path / device).touch()
     with pytest.raises(ConfigurationError, match=f"model.device is {name}, but .*{why}"):
         check_device(name, gpus, environ, tmp_path)
+
+
+def test_a_name_that_is_no_device_is_refused_before_a_node_starts() -> None:
+    for name in ("gpu", "cuda:x", "tpu", "cuda:0,1"):
+        with pytest.raises(ConfigurationError, match=f"must be auto, cpu, cuda or cuda:N, not {name}"):
+            check_device(name, 1)
 
 
 def test_a_device_that_may_be_here_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

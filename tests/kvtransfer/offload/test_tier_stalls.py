@@ -15,6 +15,7 @@ from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread, TierSurroundings
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier, SlotFile
+from tandem.kvtransfer.offload.files import SystemFile, SystemFiles
 from tandem.kvtransfer.offload.patience import (
     FIRST_OUT_S,
     LEAST_LOAD_S,
@@ -192,6 +193,51 @@ def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answ
     until(lambda: not tier.mover.left_out)
     assert tier.manager.lookup(KEYS) == 2
     tier.close()
+
+
+@pytest.mark.parametrize("harm", ["full", "gone", "broken"])
+def test_a_node_starts_while_its_disk_cannot_be_used_and_finds_what_is_there_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """A tier is only a cache: without this, the end of a node on a machine whose disk is full would be the end of its service."""
+    cache, clock, folder = memory(), Clock(), tmp_path / "kv"
+    tier = open_tier(folder, cache, clock)
+    store(tier, 0, KEYS[:2], [1, 2])
+    tier.close()
+
+    def broken(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        if harm == "full":
+            patched.setattr(SystemFile, "allocated_bytes", 0)
+            patched.setattr(SystemFiles, "free_bytes", lambda *_: 0)
+        elif harm == "gone":
+            folder.rename(tmp_path / "away")
+            folder.write_text("of something else")
+        else:
+            patched.setattr(SystemFile, "read", broken)
+        tier = open_tier(folder, cache, clock)
+        why = {"full": "0 MiB are left", "gone": "File exists", "broken": "Input/output error"}[harm]
+        assert why in tier.status().left_out
+        tier.mover.submit([Copy(1, [2], [3], [KEYS[2]])], [])
+        assert tier.mover.take_ended() == {1: None}
+    if harm == "gone":
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+    clock.now += FIRST_OUT_S
+    tier.mover.submit([], [])
+    until(lambda: not tier.mover.left_out)
+    assert tier.manager.lookup(KEYS) == 2
+    tier.close()
+
+
+def test_a_tier_that_could_never_be_opened_ends_without_delay(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    tier = open_tier(tmp_path / "file", memory(), Clock())
+    tier.manager.reset()
+    tier.close()
+    until(lambda: not any(thread.is_alive() for thread in thread_of(tier)._threads))
 
 
 def test_several_that_find_at_once_that_a_tier_does_not_work_leave_it_out_once(tmp_path: Path) -> None:
