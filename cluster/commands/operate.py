@@ -48,23 +48,17 @@ _DECIDE_S = 45.0
 T = TypeVar("T")
 
 
-class HttpControl:
+class HttpControl(ApiClient):
     """An `OperatedCluster` through one of its routers, for commands with `--url`."""
-
-    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
-        self._api = ApiClient(url, key, transport)
-
-    def close(self) -> None:
-        self._api.close()
 
     async def ask(self, order: Order[T]) -> T:
         path, timeout = f"/admin/{order.action}", httpx.Timeout(ANSWER_S, read=order.limit_s + _DECIDE_S)
-        asking = in_own_thread(order.action, lambda: self._api.post(path, order.body(), timeout))
+        asking = in_own_thread(order.action, lambda: self.post(path, order.body(), timeout))
         answer = await asyncio.wrap_future(asking)
         try:
             return order.decoded(answer.content)
         except msgspec.DecodeError as error:
-            raise InternalError(f"{self._api.url}{path} did not answer like a Tandem router: {error}") from error
+            raise InternalError(f"{self.url}{path} did not answer like a Tandem router: {error}") from error
 
 
 END_S = 60.0
