@@ -49,7 +49,7 @@ class ApiClient:
         transport: httpx.BaseTransport | None = None,
         timeout: httpx.Timeout | float = ANSWER_S,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             parsed = httpx.URL(self.url)
