@@ -71,7 +71,7 @@ class ApiClient:
         transport: httpx.BaseTransport | None = None,
         timeout: httpx.Timeout | float = ANSWER_S,
     ) -> None:
-        self.url = checked_url(url)
+        self.url = checked_url(url).removesuffix("/v1")  # as OpenAI's clients are given it
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(
             base_url=self.url,

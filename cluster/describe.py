@@ -1,4 +1,4 @@
-"""Formats sizes and counts for operators, and parses sizes."""
+"""Formats sizes and counts for operators, and parses sizes of memory and of pools."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster.config import MOST_NODES
+from tandem.wire.nodes import Role
 
 LARGEST = 2**63 - 1  # the largest whole number in messages between processes
 
@@ -72,3 +74,27 @@ def ranges(numbers: Sequence[int]) -> str:
 def busy(load: float, cores: int) -> str:
     """Returns "this machine is busy (...)" for a load average that is high for so many cores, else ""."""
     return f"this machine is busy (load {load:.0f} on {counted(cores, 'core')})" if load > 1.5 * cores else ""
+
+
+def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
+    """Parses `prefill=3 decode=2`."""
+    sizes: dict[Role, int] = {}
+    for word in words:
+        name, _, count = word.partition("=")
+        role = parse_role(name)
+        if not (count.isascii() and count.isdecimal()) or int(count) > MOST_NODES:
+            raise ConfigurationError(
+                f"{word[:40]!r} does not say how many: write {role.value}=N, with N from 0 to {MOST_NODES}"
+            )
+        if role in sizes:
+            raise ConfigurationError(f"{role.value} is given twice: leave one out")
+        sizes[role] = int(count)
+    return sizes
+
+
+def parse_role(name: str) -> Role:
+    try:
+        return Role(name)
+    except ValueError:
+        roles = ", ".join(role.value for role in Role)
+        raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None

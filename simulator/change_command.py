@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.setting_options import add_settings, read_settings
-from tandem.cluster.describe import format_seconds
+from tandem.cluster.describe import format_seconds, parse_sizes
 from tandem.router.page_state import PageState
 from tandem.simulator.change import INSIDE, change_of
 from tandem.simulator.learnt import learnt_costs
@@ -46,14 +46,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(given: list[str]) -> Mapping[Role, int]:
-    roles = {role.value: role for role in ENGINE_ROLES}
-    sizes: dict[Role, int] = {}
-    for text in given:
-        name, _, size = text.partition("=")
-        if name not in roles or not size.isdecimal():
-            raise ConfigurationError(f"{text!r} must be a role and its nodes, such as prefill=3: {', '.join(roles)}")
-        sizes[roles[name]] = int(size)
+def _sizes(given: Sequence[str]) -> Mapping[Role, int]:
+    sizes = parse_sizes(given)
+    if not {*sizes} <= {*ENGINE_ROLES}:
+        raise ConfigurationError("encoder nodes are not simulated")
     return sizes
 
 

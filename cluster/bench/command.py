@@ -100,7 +100,7 @@ async def _measure(options: Options, errors: Console, *, to_stdout: bool) -> int
 
 
 def _show_timeline(url: str, key: str | None, trace: str, file: Path, errors: Console) -> None:
-    client = TraceClient(url.rstrip("/").removesuffix("/v1"), key)
+    client = TraceClient(url, key)
     try:
         record = client.find(trace)
     except TandemError as error:  # not a Tandem server, or it has ended; the measurement is shown without a timeline

@@ -43,29 +43,24 @@ def run(options: argparse.Namespace) -> int:
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 
 
-class ChatClient:
+class ChatClient(ApiClient):
     def __init__(self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         # A long prompt takes a while to the first token; after that a stream does not pause for long.
-        self._api = ApiClient(url, key, transport, httpx.Timeout(10.0, read=180.0))
+        super().__init__(url, key, transport, httpx.Timeout(10.0, read=180.0))
 
     def model(self) -> str:
         """Returns the first model that the server lists."""
-        response = self._api.get("/v1/models")
+        response = self.get("/v1/models")
         try:
             return str(response.json()["data"][0]["id"])
         except _MALFORMED as error:
-            raise Unavailable(
-                f"{self._api.url} answers, but lists no models: is it an OpenAI-compatible server?"
-            ) from error
+            raise Unavailable(f"{self.url} answers, but lists no models: is it an OpenAI-compatible server?") from error
 
     def reply(self, model: str, messages: list[Message], sampling: dict[str, Any]) -> Generator[str, None, None]:
         """Yields the answer piece by piece. Closing the generator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **sampling}
-        with self._api.streamed("POST", "/v1/chat/completions", json=body) as response:
+        with self.streamed("POST", "/v1/chat/completions", json=body) as response:
             yield from _pieces(response.iter_lines())
-
-    def close(self) -> None:
-        self._api.close()
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[str]:

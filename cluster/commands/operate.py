@@ -20,8 +20,8 @@ from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
 from tandem.cluster.commands.foretelling import after_role, as_json, foretold
 from tandem.cluster.commands.output import LibraryOutput
-from tandem.cluster.config import MOST_NODES
 from tandem.cluster.control import DRAIN_S
+from tandem.cluster.describe import parse_role, parse_sizes
 from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, stop_ray
 from tandem.cluster.orders import (
     ChangeRoleOrder,
@@ -48,23 +48,17 @@ _DECIDE_S = 45.0
 T = TypeVar("T")
 
 
-class HttpControl:
+class HttpControl(ApiClient):
     """An `OperatedCluster` through one of its routers, for commands with `--url`."""
-
-    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
-        self._api = ApiClient(url, key, transport)
-
-    def close(self) -> None:
-        self._api.close()
 
     async def ask(self, order: Order[T]) -> T:
         path, timeout = f"/admin/{order.action}", httpx.Timeout(ANSWER_S, read=order.limit_s + _DECIDE_S)
-        asking = in_own_thread(order.action, lambda: self._api.post(path, order.body(), timeout))
+        asking = in_own_thread(order.action, lambda: self.post(path, order.body(), timeout))
         answer = await asyncio.wrap_future(asking)
         try:
             return order.decoded(answer.content)
         except msgspec.DecodeError as error:
-            raise InternalError(f"{self._api.url}{path} did not answer like a Tandem router: {error}") from error
+            raise InternalError(f"{self.url}{path} did not answer like a Tandem router: {error}") from error
 
 
 END_S = 60.0
@@ -147,30 +141,6 @@ def joined(which: WhichCluster) -> Iterator[None]:
             yield
         finally:
             stop_ray()
-
-
-def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
-    """Parses `prefill=3 decode=2`."""
-    sizes: dict[Role, int] = {}
-    for word in words:
-        name, _, count = word.partition("=")
-        role = parse_role(name)
-        if not (count.isascii() and count.isdecimal()) or int(count) > MOST_NODES:
-            raise ConfigurationError(
-                f"{word[:40]!r} does not say how many: write {role.value}=N, with N from 0 to {MOST_NODES}"
-            )
-        if role in sizes:
-            raise ConfigurationError(f"{role.value} is given twice: leave one out")
-        sizes[role] = int(count)
-    return sizes
-
-
-def parse_role(name: str) -> Role:
-    try:
-        return Role(name)
-    except ValueError:
-        roles = ", ".join(role.value for role in Role)
-        raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None
 
 
 # --- commands: each returns what `-o json` prints

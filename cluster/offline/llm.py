@@ -49,11 +49,8 @@ class LLM:
         self._server = OwnServer(model or "", flags_of(settings)) if url is None else None
         self.url = self._server.url if self._server is not None else str(url)
         try:
-            self._api = ApiClient(
-                self.url.removesuffix("/").removesuffix("/v1"),
-                key or key_from_environment(),
-                timeout=httpx.Timeout(10.0, read=3600.0, pool=None),
-            )
+            timeout = httpx.Timeout(10.0, read=3600.0, pool=None)
+            self._api = ApiClient(self.url, key or key_from_environment(), timeout=timeout)
             served = [each["id"] for each in self._api.get("/v1/models").json()["data"]]
         except BaseException:  # no one could `close` it
             if self._server is not None:

@@ -305,26 +305,15 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         handle, limit_s = self.handle, self._timeouts.unresponsive_s
         if handle is None:
             return False
-        try:
-            return await self._clock.within(
-                limit_s + self._timeouts.silence_s, handle.reset_cache(limit_s), f"emptying {self.name}'s cache"
-            )
-        except TandemError as error:
-            logger.warning("%s", error)
-            return False
+        emptied = handle.reset_cache(limit_s)
+        return await self._asked(limit_s + self._timeouts.silence_s, emptied, f"emptying {self.name}'s cache", False)
 
     async def _withdraw(self, info: NodeInfo | None) -> None:
         if info is not None:
             await self._context.membership.withdraw(info)
 
     async def drain(self, limit_s: float) -> bool:
-        handle = self.handle
-        if handle is None:
+        if self.handle is None:
             return True
-        try:
-            return await self._clock.within(
-                limit_s + self._timeouts.stop_s, handle.drain(limit_s), f"draining {self.name}"
-            )
-        except TandemError as error:
-            logger.warning("%s", error)
-            return False
+        drained = self.handle.drain(limit_s)
+        return await self._asked(limit_s + self._timeouts.stop_s, drained, f"draining {self.name}", False)

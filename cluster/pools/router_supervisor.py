@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Sup
 from tandem.router.config import RouterConfig
 from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import RouterInfo, RouterQueue
-
-logger = logging.getLogger(__name__)
 
 # The first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
 _ASK_SOON_S = 0.05
@@ -156,35 +153,22 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         """Failures are only logged: the router then sends some prompts to nodes that no longer have their prefix, until it learns of it."""
         if self.phase is not ProcessPhase.READY or self.handle is None:
             return
-        try:
-            await self._clock.within(
-                self._timeouts.silence_s, self.handle.forget_prefixes(node_ids), f"telling {self.name}"
-            )
-        except TandemError as error:
-            logger.warning("%s", error)
+        forgotten = self.handle.forget_prefixes(node_ids)
+        await self._asked(self._timeouts.silence_s, forgotten, f"telling {self.name}", None)
 
     async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
         """Returns what requests took that it answered within the last seconds; nothing if it does not say."""
         if not self.serves or self.handle is None:
             return []
-        work = self.handle.follow_forecasts(score, ended_within_s)
-        try:
-            return await self._clock.within(self._timeouts.silence_s, work, f"asking {self.name} for its requests")
-        except TandemError as error:
-            logger.warning("%s", error)
-            return []
+        took = self.handle.follow_forecasts(score, ended_within_s)
+        return await self._asked(self._timeouts.silence_s, took, f"asking {self.name} for its requests", [])
 
     async def recalled(self) -> bytes:
         """Returns what the simulator plays; b"" if the router does not say."""
         if not self.serves or self.handle is None:
             return b""
-        try:
-            return await self._clock.within(
-                self._timeouts.silence_s, self.handle.recalled(), f"asking {self.name} what it remembers"
-            )
-        except TandemError as error:
-            logger.warning("%s", error)
-            return b""
+        recalled = self.handle.recalled()
+        return await self._asked(self._timeouts.silence_s, recalled, f"asking {self.name} what it remembers", b"")
 
     async def drain(self, limit_s: float) -> bool:
         """The router refuses new requests. Returns True when all of its requests ended in time, or if it has none yet."""
@@ -205,11 +189,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return await self._finish(limit_s, self.handle.leave(limit_s))
 
     async def _finish(self, limit_s: float, work: Coroutine[Any, Any, bool]) -> bool:
-        try:
-            return await self._clock.within(limit_s + self._timeouts.stop_s, work, f"draining {self.name}")
-        except TandemError as error:
-            logger.warning("%s", error)
-            return False
+        return await self._asked(limit_s + self._timeouts.stop_s, work, f"draining {self.name}", False)
 
 
 def _address(config: RouterConfig) -> tuple[str, int]:

@@ -247,6 +247,14 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
             self._timeouts.start_s, work, f"{what} (timeouts.start_s)", self.progress
         )
 
+    async def _asked(self, limit_s: float, work: Coroutine[Any, Any, T], what: str, otherwise: T) -> T:
+        """Returns the process's answer; `otherwise`, with a line in the log, if none comes in time."""
+        try:
+            return await self._clock.within(limit_s, work, what)
+        except TandemError as error:
+            logger.warning("%s", error)
+            return otherwise
+
     async def _watch_until_lost(self, handle: H, ready: Ready) -> str:
         watch, ended = await first_of(self._watch(handle, ready), handle.ended())
         return f"its process ended: {ended.result()}" if has_ended(ended) else watch.result()

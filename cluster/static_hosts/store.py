@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import re
 import socket
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from tandem.cluster.saving import as_json
 from tandem.cluster.static_hosts.config import StaticProvider, ssh_settings_on_head
 from tandem.cluster.static_hosts.record import ClusterRecord, decode
 from tandem.cluster.static_hosts.shell import LocalShell, ScriptFailed, Shell, SshShell, ThroughHead
+from tandem.machine.digests import write_whole
 
 _FOLDER = ".tandem/clusters"
 _CHANGED_MEANWHILE = 75
@@ -69,9 +69,7 @@ class LocalStore:
             before = self.read()
             after = change(before)
             if after != before:
-                fresh = Path(f"{self._path}.new")
-                fresh.write_bytes(as_json(after))
-                os.replace(fresh, self._path)
+                write_whole(self._path, as_json(after))
         return after
 
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, RequestError
@@ -56,25 +55,15 @@ COMPLETE_WITHIN_S = 2.0
 _ASK_AGAIN_S = 0.1
 
 
-class TraceClient:
-    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
-        self._api = ApiClient(url, key, transport)
-
-    @property
-    def url(self) -> str:
-        return self._api.url
-
-    def close(self) -> None:
-        self._api.close()
-
+class TraceClient(ApiClient):
     def recent(self) -> TraceList:
-        return self._api.read("/traces", TraceList)
+        return self.read("/traces", TraceList)
 
     def find(self, name: str) -> TraceRecord:
         """Returns the trace. Waits up to 2 s for parts that nodes have not sent yet."""
         deadline = time.monotonic() + COMPLETE_WITHIN_S
         while True:
-            record = self._api.read(f"/traces/{quote(name, safe='')}", TraceRecord)
+            record = self.read(f"/traces/{quote(name, safe='')}", TraceRecord)
             complete = record.ended is not None and not record.missing
             if complete or time.monotonic() > deadline:
                 return record
@@ -82,7 +71,7 @@ class TraceClient:
 
     def state(self) -> PageState:
         """Returns the state that the router's page shows. Needs an operator's key."""
-        return self._api.read("/ui/state", PageState)
+        return self.read("/ui/state", PageState)
 
 
 def explained(client: TraceClient, name: str) -> Explanation:

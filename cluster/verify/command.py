@@ -175,7 +175,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _client(url: str) -> ApiClient:
-    return ApiClient(url.rstrip("/").removesuffix("/v1"), key_from_environment())
+    return ApiClient(url, key_from_environment())
 
 
 def _context(server: ApiClient) -> int | None:

@@ -32,7 +32,7 @@ class RequestJudge:
     """Keeps what requests were answered before a rollout, and asks them again. See `cluster.wings.RolloutJudge`."""
 
     def __init__(self, url: str, questions: list[Question]) -> None:
-        self._server = ApiClient(url.rstrip("/").removesuffix("/v1"), key_from_environment())
+        self._server = ApiClient(url, key_from_environment())
         self._questions = questions
         self._known: list[list[ComparedChoice]] = []
         self._next = 0

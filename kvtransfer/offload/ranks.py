@@ -347,41 +347,25 @@ class TierOfRanks(LastingSpec):
         if not why:
             return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
         logger.error("cache.tiers: %s: until it is started again, the node serves without this tier", why)
-        return manager, AbsentMover(why, mover, self._lines, sum(sizes))
+        return manager, AbsentMover(why, mover, self._lines, memory, sum(sizes))
 
 
-class AbsentMover(Mover):
+class AbsentMover(RanksMover):
     """Of a tier that could not be opened at every rank. It is left out until the node is started again, because the ranks
     do not know whether they have the same. Rank 0's part still forgets what the next start must not find."""
 
-    block_bytes = 0
     left_out = ""
 
-    def __init__(self, why: str, own: Mover, lines: TierLines, all_bytes: int) -> None:
-        self.left_out, self._own, self._lines, self.block_bytes = why, own, lines, all_bytes
-        self._ended: dict[int, bool | None] = {}
-        self._closed = False
+    def __init__(self, why: str, own: Mover, lines: TierLines, memory: KVCacheMemory, all_bytes: int) -> None:
+        super().__init__(own, lines, 0, memory, all_bytes)
+        self.left_out = why
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
-        self._ended |= {job.job: None for job in (*stores, *loads)}
+        self._here |= {job.job: None for job in (*stores, *loads)}
 
     def take_ended(self) -> dict[int, bool | None]:
-        ended, self._ended = self._ended, {}
+        ended, self._here = self._here, {}
         return ended
-
-    @property
-    def stored_bytes(self) -> int:
-        return 0
-
-    @property
-    def loaded_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._lines.close()
-            self._own.close()
 
 
 def both(one: bool | None, other: bool | None) -> bool | None:

@@ -55,7 +55,7 @@ def typed(*lines: str | type[BaseException]) -> Callable[[str], str]:
 
 def converse(server: Callable[[httpx.Request], httpx.Response], *lines: Any, **options: Any) -> str:
     out = io.StringIO()
-    client = ChatClient("http://tandem", options.pop("key", None), httpx.MockTransport(server))
+    client = ChatClient("http://tandem/v1/", options.pop("key", None), httpx.MockTransport(server))
     assert chat(client, Console(file=out, width=200), read_line=typed(*lines), **options) == 0
     client.close()
     return out.getvalue()

@@ -20,17 +20,10 @@ from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
 from tandem.cluster.commands.node_table import format_blocks
-from tandem.cluster.commands.operate import (
-    CommandTarget,
-    change_role_of,
-    drain,
-    drain_nodes,
-    end_cluster,
-    parse_role,
-    parse_sizes,
-)
+from tandem.cluster.commands.operate import CommandTarget, change_role_of, drain, drain_nodes, end_cluster
 from tandem.cluster.commands.overview import Overview
 from tandem.cluster.control import ClusterView, ControllerDecision, ForesightView, PoolView, RouterView, SupervisedNode
+from tandem.cluster.describe import parse_role, parse_sizes
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.page_state import PageState
 from tandem.wire.forecasts import ForecastScore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,19 @@ def added(name: str) -> LaunchRecord:
     return LaunchRecord(name, name, name, "decode", {})
 
 
-def test_what_one_writes_the_other_reads(home: Path) -> None:
+def test_what_one_writes_the_other_reads() -> None:
     here, there = LocalStore("tandem"), remote()
     assert here.read() == there.read() == ClusterRecord()
     there.update(lambda record: with_hosts(record, {"decode": ("d1",)}))
-    assert (home / record_file("tandem")).stat().st_mode & 0o077 == 0, "by its owner alone"
     here.update(lambda record: with_node(record, added("d1-1")))
     expected = ClusterRecord(hosts={"decode": ("d1",)}, nodes={"d1-1": added("d1-1")})
     assert here.read() == there.read() == expected
+
+
+@pytest.mark.parametrize("store", [remote, lambda: LocalStore("tandem")])
+def test_the_record_is_read_by_its_owner_alone(home: Path, store: Callable[[], RecordStore]) -> None:
+    store().update(lambda record: with_node(record, added("d1-1")))
+    assert (home / record_file("tandem")).stat().st_mode & 0o077 == 0
 
 
 def test_a_change_that_meets_another_is_made_on_top_of_it() -> None:
