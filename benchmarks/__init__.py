@@ -15,6 +15,8 @@
                      processes of both
     recompute        many long prompts at once in a running cluster: what is computed twice
     simulation       the simulator compared with real runs
+    forecasts        what is foretold of a change of sizes, graded on a real cluster
+    foresight        the same, and quotes, in simulation
     routing          what a decision costs by the number of nodes, and what tracking their caches costs
     load_generator   whether `tandem bench` measures correctly
 

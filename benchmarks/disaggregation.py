@@ -22,7 +22,15 @@ from rich.console import Console
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.machine import warn_of_bystanders
 from benchmarks.lib.processes import adopt_orphans
-from benchmarks.lib.servers import System, add_system_flags, asked_systems, check_alive, model_folder, running
+from benchmarks.lib.servers import (
+    TANDEM_PD,
+    System,
+    add_system_flags,
+    asked_systems,
+    check_alive,
+    model_folder,
+    running,
+)
 from benchmarks.side_by_side.loads import FULL, QUICK, Examiner, LoadPlan, LoadQuestions, cells_of
 from benchmarks.side_by_side.outcome import (
     Absence,
@@ -82,17 +90,17 @@ class Experiment:
         with running(system, self._folder / f"{system.key}-{number + 1}") as started:
             self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
             examiner = Examiner(system.url, started.model, self._plan, questions, self._console, title)
-            examination = examiner.examine()
+            first_ttft_s, loads = examiner.examine()
             check_alive(started)
-            if system.hands_over:
+            if system.key == TANDEM_PD:
                 prompts = [session.turns[0].prompt for session in questions.handed_over]
                 took = measure_handovers(system.url, started.model, prompts)
                 self.outcome.handovers.append(Handovers(system.key, number, took))
-            first_answer_s = started.ready_s + examination.first_ttft_s
+            first_answer_s = started.ready_s + first_ttft_s
             self.outcome.starts.append(Start(system.key, number, started.ready_s, first_answer_s, bystanders))
-            for measured in examination.measured:
-                summary = summarize(measured.cell, measured.timelines, measured.duration_s, self._slo)
-                self.outcome.examined.append(ExaminedSystem(system.key, number, measured.cell, summary))
+            for load in loads:
+                summary = summarize(load.label, load.timelines, load.duration_s, self._slo)
+                self.outcome.examined.append(ExaminedSystem(system.key, number, load.label, summary))
 
 
 def measure_handovers(url: str, model: str, prompts: Sequence[Prompt]) -> list[float]:

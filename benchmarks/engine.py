@@ -4,22 +4,22 @@
 
 MODEL is a local folder. Prompts are random, and whole engine steps are timed: scheduling, forward pass, sampling, bookkeeping.
 
-The limit of a prefill is the time that its matrix products take at the machine's measured rate. The limit of a decode step is that, or if it is
-longer the time to read all weights and all requests' KV once at the measured memory bandwidth.
+The limit of a step is the time that its matrix products take at the machine's measured rate, or if it is longer the time to read all weights and
+all requests' KV once at the measured memory bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.lib.costs import Costs, read_costs
-from benchmarks.lib.engines import EngineBench, load_engine, random_prompts
+from benchmarks.lib.engines import EngineBench, TimedStep, load_engine
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.machine import MachineLimits, measure_limits
 from benchmarks.lib.tables import table_of
@@ -39,9 +39,6 @@ COLUMNS = {
     "x limit": "{over_limit:.2f}",
 }
 
-Times = dict[str, float]
-"""Seconds by step: "prefill 512", "decode 8 x 1024" (requests and their contexts)."""
-
 
 def main() -> int:
     parser = parser_of(__doc__)
@@ -55,16 +52,16 @@ def main() -> int:
     threads = options.threads or usable_cores()
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.sched_setaffinity(0, cores)
-    times, dtype, costs = measure_tandem(options, threads)
+    steps, dtype, costs = measure_tandem(options, threads)
     say("the machine's limits")
     limits = measure_limits(getattr(torch, dtype), torch.device("cpu"), threads)
-    rows = [row(what, seconds, limits, costs) for what, seconds in times.items()]
+    rows = [row(step, limits, costs) for step in steps]
     figures = {"threads": threads, "dtype": dtype, "limits": limits, "rows": rows}
     title = f"{Path(options.model).name}, {dtype}, {threads} cores; limits {limits}"
     return report(options, figures, table_of(title, rows, COLUMNS))
 
 
-def measure_tandem(options: argparse.Namespace, threads: int) -> tuple[Times, str, Costs]:
+def measure_tandem(options: argparse.Namespace, threads: int) -> tuple[list[TimedStep], str, Costs]:
     decodes = QUICK_DECODES if options.quick else DECODES
     cache = CacheConfig(prefix_caching=False, memory_bytes=options.kv_memory)
     scheduling = SchedulerConfig(
@@ -76,35 +73,24 @@ def measure_tandem(options: argparse.Namespace, threads: int) -> tuple[Times, st
     model = ModelConfig(path=options.model, dtype=options.dtype, device="cpu", threads=threads)
     say("loading")
     engine, runner = load_engine(model, cache, scheduling, native=not options.general)
-    info, prefills = runner.info, PREFILLS[: 2 if options.quick else None]
-    repeats, steps = (2, 8) if options.quick else (5, 24)
-    times, bench = Times(), EngineBench(engine)
-    for length in prefills:
-        say(f"prefill of {length}")
-        (prompt,) = random_prompts(1, length, info.vocab_size)
-        taken = [bench.prefill(prompt) for _ in range(repeats + 1)]
-        times[f"prefill {length}"] = statistics.median(taken[1:])
-    for batch, context in decodes:
-        say(f"{batch} decodes at {context}")
-        prompts = random_prompts(batch, context, info.vocab_size)
-        times[f"decode {batch} x {context}"] = bench.decode(prompts, steps)
+    info, bench = runner.info, EngineBench(engine, runner.info.vocab_size)
+    lengths, repeats, steps = (PREFILLS[:2], 2, 8) if options.quick else (PREFILLS, 5, 24)
+    timed = []
+    for step in chain(bench.prefills(lengths, repeats), bench.decodes(decodes, steps)):
+        say(f"{step.what}: {step.seconds * 1e3:.1f} ms")
+        timed.append(step)
     kv_bytes = runner.kv_cache[0].nbytes // cache.block_size * len(info.groups)
-    return times, info.dtype, read_costs(Path(options.model), getattr(torch, info.dtype), kv_bytes)
+    return timed, info.dtype, read_costs(Path(options.model), getattr(torch, info.dtype), kv_bytes)
 
 
-def row(what: str, seconds: float, limits: MachineLimits, costs: Costs) -> dict[str, Any]:
-    kind, size, *context = what.replace(" x ", " ").split()
-    if kind == "prefill":
-        limit = costs.prefill_flops(int(size)) / limits.gemm_flops
-    else:
-        flops, read = (find(int(size), int(context[0])) for find in (costs.decode_flops, costs.decode_bytes))
-        limit = max(flops / limits.gemm_flops, read / limits.read_bytes)
+def row(step: TimedStep, limits: MachineLimits, costs: Costs) -> dict[str, Any]:
+    limit = costs.least_seconds(step.counts, step.contexts, limits)
     return {
-        "what": what,
-        "tandem_ms": seconds * 1e3,
-        "tokens_per_s": int(size) / seconds,
+        "what": step.what,
+        "tandem_ms": step.seconds * 1e3,
+        "tokens_per_s": sum(step.counts) / step.seconds,
         "limit_ms": limit * 1e3,
-        "over_limit": seconds / limit,
+        "over_limit": step.seconds / limit,
     }
 
 

@@ -29,8 +29,8 @@ import msgspec
 
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.machine import busy_cores
-from benchmarks.lib.processes import Family, free_port
-from benchmarks.lib.servers import STOPPED_WITHIN_S, model_folder
+from benchmarks.lib.processes import Family
+from benchmarks.lib.servers import STOPPED_WITHIN_S, TREE, model_folder, tandem_system
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
 from tandem.cluster.control import Expectation
@@ -44,7 +44,6 @@ STEPS = (("prefill", 2), ("prefill", 1), ("decode", 2), ("decode", 1))
 START_S = 240.0  # usually ten seconds
 LOOK_S = 0.5
 LONGEST_S = 10.0  # the most that is waited for requests that take as long as the longest that was known
-_TREE = Path(__file__).parents[1]
 
 
 class Cluster:
@@ -115,13 +114,12 @@ def _graded(cluster: Cluster, forecast: Forecast, served_at: float, until: float
 
 @contextmanager
 def serving(model: Path, folder: Path, ends_at: float) -> Iterator[Cluster]:
-    port = free_port()
     keys = json.dumps([{"name": "operator", "key": KEY, "operator": True}])
-    flags = ["--prefill", "1", "--decode", "1", "--port", str(port), "--set", f"router.api_keys={keys}"]
-    command = [sys.executable, "-m", "tandem.cluster.cli", "serve", "--model", str(model), *flags]
-    family = Family(command, {"PYTHONPATH": str(_TREE)}, folder)
+    sizes = ("--prefill", "1", "--decode", "1")
+    system = tandem_system("tandem", "Tandem", model, *sizes, "--set", f"router.api_keys={keys}")
+    family = Family(system.command, system.environment, folder)
     try:
-        cluster = Cluster(f"http://127.0.0.1:{port}", ends_at)
+        cluster = Cluster(system.url, ends_at)
         try:
             cluster.until(is_as_wanted, "serving", START_S)
         except Unavailable as error:
@@ -135,24 +133,16 @@ def serving(model: Path, folder: Path, ends_at: float) -> Iterator[Cluster]:
 def traffic(url: str, model: Path, options: argparse.Namespace) -> Iterator[None]:
     """Plays the trace while it is entered."""
     lasts_s = options.within * options.trace_speed
-    requests = sum(
-        row.arrival_s <= lasts_s for row in read_trace(options.trace)
-    )  # all of a trace takes minutes to make
-    words = {
-        "--workload": "trace", "--trace": options.trace.resolve(), "--trace-speed": options.trace_speed, "--tokenizer": model,
-        "--trace-scale": options.trace_scale, "--prompt-format": "ids", "--url": url, "--requests": requests,
-    }  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "tandem.cluster.cli",
-        "bench",
-        *(str(each) for pair in words.items() for each in pair),
-    ]
+    # All of a trace takes minutes to make.
+    requests = sum(row.arrival_s <= lasts_s for row in read_trace(options.trace))
+    flags = [
+        "--url", url, "--workload", "trace", "--trace", options.trace.resolve(), "--trace-speed", options.trace_speed,
+        "--trace-scale", options.trace_scale, "--prompt-format", "ids", "--tokenizer", model, "--requests", requests,
+    ]  # fmt: skip
     bench = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "tandem.cluster.cli", "bench", *map(str, flags)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # what goes wrong is shown
-        env={**os.environ, "PYTHONPATH": str(_TREE), "TANDEM_API_KEY": KEY},
+        env={**os.environ, "PYTHONPATH": str(TREE), "TANDEM_API_KEY": KEY},
     )  # fmt: skip
     try:
         yield

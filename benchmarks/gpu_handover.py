@@ -7,18 +7,16 @@ that long prompts do not pause other answers. It does not show how much faster t
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import statistics
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from benchmarks.gpu_report import Dtype, Report
 from benchmarks.lib.engines import greedy, random_prompts, request_of
+from benchmarks.lib.processes import Remote
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -28,7 +26,6 @@ from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 
 _PATIENCE_S = 60.0  # for answers
-_TO_LOAD_S = 150.0
 _LONGEST_WAIT_S = 0.2
 HANDOVER_MS = 5.0  # of 4,096 tokens, after the last chunk: docs/gpu.md
 
@@ -93,69 +90,54 @@ def drive(
     return told
 
 
-def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
-    """Runs one of the two processes."""
-    from tandem.kvtransfer.base import ConnectorContext
-    from tandem.kvtransfer.config import TransferConfig
-    from tandem.kvtransfer.registry import find_connector
+class PairedEngine:
+    """One of the two engines, in a process of its own."""
 
-    role = TransferRole.PRODUCE if name == "prefill" else TransferRole.CONSUME
-    cache, config = plan.cache, plan.scheduling
-    runner = load_runner(plan.model, cache, config, native=plan.native)
-    wake = threading.Event()
-    context = ConnectorContext(name, epoch, "127.0.0.1", cache.block_size, TransferConfig(), wake.set)
-    planner, mover = find_connector("nixl")(context)
-    info = runner.info
-    scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner)
-    engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
-    pipe.send(PeerAddress(name, epoch, mover.peer_endpoint))
-    peer: PeerAddress = pipe.recv()
-    from tandem.wire.sockets import admit  # needs ZMQ, as the connector does
+    def __init__(self, name: str, epoch: int, plan: Plan) -> None:
+        from tandem.kvtransfer.base import ConnectorContext
+        from tandem.kvtransfer.config import TransferConfig
+        from tandem.kvtransfer.registry import find_connector
 
-    admit([key_of(peer.endpoint)])
-    while (asks := pipe.recv()) is not None:
-        mine = [msgspec.structs.replace(ask, tokens=1 if name == "prefill" else ask.tokens) for ask in asks]
-        transfers = {ask.name: KVTransferParams(f"t-{ask.name}", role, peer) for ask in mine}
-        pipe.send(drive(engine, mine, wake, transfers))
-    engine.shutdown()
+        cache, config = plan.cache, plan.scheduling
+        runner = load_runner(plan.model, cache, config, native=plan.native)
+        self._wake = threading.Event()
+        context = ConnectorContext(name, epoch, "127.0.0.1", cache.block_size, TransferConfig(), self._wake.set)
+        planner, mover = find_connector("nixl")(context)
+        info = runner.info
+        scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner)
+        self._engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
+        self._address = PeerAddress(name, epoch, mover.peer_endpoint)
+
+    def address(self) -> PeerAddress:
+        return self._address
+
+    def meet(self, peer: PeerAddress) -> None:
+        from tandem.wire.sockets import admit  # needs ZMQ, as the connector does
+
+        self._peer = peer
+        admit([key_of(peer.endpoint)])
+
+    def run(self, asks: list[Ask], role: TransferRole) -> dict[str, Told]:
+        transfers = {ask.name: KVTransferParams(f"t-{ask.name}", role, self._peer) for ask in asks}
+        return drive(self._engine, asks, self._wake, transfers)
 
 
 class Pair:
     def __init__(self, plan: Plan) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for epoch, name in enumerate(("prefill", "decode"), 1):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(name, epoch, plan, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        prefill, decode = (self._received(index, _TO_LOAD_S) for index in (0, 1))
-        self._pipes[0].send(decode)
-        self._pipes[1].send(prefill)
+        self._engines = [Remote(PairedEngine, name, epoch, plan) for epoch, name in enumerate(("prefill", "decode"), 1)]
+        addresses = [engine.call("address") for engine in self._engines]
+        for engine, peer in zip(self._engines, reversed(addresses), strict=True):
+            engine.call("meet", peer)
 
     def run(self, asks: list[Ask]) -> tuple[dict[str, Told], dict[str, Told]]:
-        for pipe in self._pipes:
-            pipe.send(asks)
-        return self._received(0), self._received(1)
-
-    def _received(self, index: int, patience_s: float = _PATIENCE_S) -> Any:
-        until = time.monotonic() + patience_s
-        while not self._pipes[index].poll(1.0):
-            if not self._processes[index].is_alive():
-                raise RuntimeError(f"the process {index} of two ended")
-            if time.monotonic() > until:
-                raise RuntimeError(f"the process {index} of two did not answer within {patience_s:.0f} s")
-        return self._pipes[index].recv()
+        prefill, decode = self._engines
+        prefill.begin("run", [msgspec.structs.replace(ask, tokens=1) for ask in asks], TransferRole.PRODUCE)
+        decode.begin("run", asks, TransferRole.CONSUME)
+        return prefill.result(), decode.result()
 
     def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-                process.join(30)
-            if process.is_alive():
-                process.kill()
+        for engine in self._engines:
+            engine.kill()
 
 
 def prompts(vocab: int, lengths: list[int], tokens: int, apart_s: float, begins_with: str) -> list[Ask]:

@@ -59,7 +59,6 @@ class Setting(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True):
     run: Callable[[Setting, Report], None]
     deadline_s: float
-    models: tuple[str, ...] = ()  # that it uses, in the folder of models
 
 
 def machine(setting: Setting, report: Report) -> None:
@@ -226,16 +225,16 @@ PARTS: dict[str, Part] = {
     "kernels": Part(kernels, 300),
     "lanes": Part(lanes, 70),
     "transfer": Part(transfer, 75),
-    "parity": Part(parity, 120, ("parity",)),
-    "tiny": Part(speed_of("tiny"), 90, ("tiny",)),
+    "parity": Part(parity, 120),
+    "tiny": Part(speed_of("tiny"), 90),
     "sampling": Part(sampling, 60),
-    "8b": Part(speed_of("8b"), 300, ("8b",)),
-    "pair": Part(pair, 180, ("8b", "tiny")),
-    "qwen3-8b": Part(speed_of("qwen3-8b"), 180, ("qwen3-8b",)),
-    "experts": Part(speed_of("experts"), 150, ("experts",)),
-    "fp8": Part(speed_of("fp8"), 180, ("fp8",)),
-    "latents": Part(speed_of("latents"), 120, ("latents",)),
-    "1b": Part(speed_of("1b"), 120, ("1b",)),
+    "8b": Part(speed_of("8b"), 300),
+    "pair": Part(pair, 180),
+    "qwen3-8b": Part(speed_of("qwen3-8b"), 180),
+    "experts": Part(speed_of("experts"), 150),
+    "fp8": Part(speed_of("fp8"), 180),
+    "latents": Part(speed_of("latents"), 120),
+    "1b": Part(speed_of("1b"), 120),
     "model": Part(given, 300),
 }
 # What fits into ten minutes on one card.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib.engines import EngineBench, random_prompts
+from benchmarks.lib.engines import EngineBench
 from tandem.engine.core import Engine
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
@@ -63,7 +63,7 @@ def decode_parts(
 def _parts_of(engine: Engine, batch: int, vocab: int, device: torch.device, steps: int) -> dict[str, Any]:
     on_device = device.type == "cuda"
     kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
-    with EngineBench(engine).decoding(random_prompts(batch, 64, vocab), 4 * steps + batch + 8):
+    with EngineBench(engine, vocab).decoding(batch, 64, 4 * steps + batch + 8):
         for _ in range(3):
             engine.step()
         began = time.perf_counter()

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from benchmarks.gpu_profile import decode_parts
 from benchmarks.gpu_report import Dtype, Report, note
-from benchmarks.lib.costs import Costs, read_costs
-from benchmarks.lib.engines import EngineBench, Say, engine_of, greedy, random_prompts, request_of
-from benchmarks.lib.machine import MachineLimits, measure_limits
+from benchmarks.lib.costs import read_costs
+from benchmarks.lib.engines import EngineBench, TimedStep, engine_of
+from benchmarks.lib.machine import measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.checkpoint import read_config
@@ -171,22 +171,20 @@ class SpeedBench:
         self._products = Products(path, self._text.num_hidden_layers, self._dtype, device)
 
     def run(self) -> None:
-        sizes, bench = self._sizes, EngineBench(self._engine(prefix_caching=False))
+        sizes, bench = self._sizes, self._bench(prefix_caching=False)
         info = self._runner.info
         room = (info.num_blocks - 1) * self._cache.block_size // len(info.groups)
         decodes = [(batch, context) for batch, context in sizes.decodes if batch * (context + 320) <= room]
-        for batch, context in decodes:
-            seconds = bench.decode(random_prompts(batch, context, info.vocab_size), sizes.decode_steps)
-            self._step(f"decode {batch} x {context}", seconds, [1] * batch, [context] * batch)
-        for length in sizes.prefills:
-            (prompt,) = random_prompts(1, length, info.vocab_size)
-            taken = [bench.prefill(prompt) for _ in range(sizes.repeats + 1)][1:]
-            self._step(f"prefill {length}", statistics.median(taken), [length], [length])
+        for step in bench.decodes(decodes, sizes.decode_steps):
+            self._step(step)
+        for step in bench.prefills(sizes.prefills, sizes.repeats):
+            self._step(step)
         self._behind(*sizes.behind)
         self._beside(*sizes.beside)
         rows = tuple(batch for batch, _ in decodes)
-        engine = self._engine(prefix_caching=False)
-        for row in decode_parts(engine, info.vocab_size, self._device, rows, steps=sizes.decode_steps // 2):
+        for row in decode_parts(
+            self._engine(prefix_caching=False), info.vocab_size, self._device, rows, sizes.decode_steps // 2
+        ):
             self._report.row(f"parts of {row.pop('what')}", **row)
         self._report.row("memory", **self._memory())
 
@@ -195,30 +193,33 @@ class SpeedBench:
         cache = msgspec.structs.replace(self._cache, prefix_caching=prefix_caching)
         return engine_of(self._runner, cache, self._config)
 
+    def _bench(self, *, prefix_caching: bool) -> EngineBench:
+        return EngineBench(self._engine(prefix_caching=prefix_caching), self._runner.info.vocab_size)
+
     def _behind(self, chunk: int, before: int) -> None:
         """A chat's next turn: new tokens behind those that the cache has."""
-        engine, vocab = self._engine(prefix_caching=True), self._runner.info.vocab_size
+        bench, vocab = self._bench(prefix_caching=True), self._runner.info.vocab_size
         prefix = [3 + place % (vocab - 3) for place in range(before)]
-        answer(engine, "prefix", prefix, 1)
+        bench.prefill(prefix)
         taken = []
         for turn in range(self._sizes.repeats):
             new = [3 + (7 * place + turn + 1) % (vocab - 3) for place in range(chunk)]
-            taken.append(answer(engine, f"turn-{turn}", prefix + new, 1))
-        self._step(f"{chunk} behind {before}", statistics.median(taken), [chunk], [before + chunk])
+            taken.append(bench.prefill(prefix + new))
+        self._step(TimedStep(f"{chunk} behind {before}", statistics.median(taken), [chunk], [before + chunk]))
 
     def _beside(self, chunk: int, decodes: int, context: int) -> None:
         """The step in which a prompt's chunk and decodes are computed together, from the prompt's arrival to its first token."""
-        engine, vocab = self._engine(prefix_caching=False), self._runner.info.vocab_size
+        bench, vocab = self._bench(prefix_caching=False), self._runner.info.vocab_size
         prompt = [3 + 11 * place % (vocab - 3) for place in range(chunk)]
-        with EngineBench(engine).decoding(random_prompts(decodes, context, vocab), 512):
-            taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
+        with bench.decoding(decodes, context, 512):
+            taken = [bench.prefill(prompt) for _ in range(self._sizes.repeats)]
         what = f"{chunk} beside {decodes} x {context}"
         counts, contexts = [1] * decodes + [chunk], [context] * decodes + [chunk]
-        self._step(what, statistics.median(taken), counts, contexts)
+        self._step(TimedStep(what, statistics.median(taken), counts, contexts))
 
-    def _step(self, what: str, seconds: float, counts: list[int], contexts: list[int]) -> None:
-        costs, rows = self._costs, sum(counts)
-        limit = limit_of(self._limits, costs, counts, contexts)
+    def _step(self, step: TimedStep) -> None:
+        what, seconds, counts, contexts = step
+        rows, limit = sum(counts), self._costs.least_seconds(counts, contexts, self._limits)
         products = self._products.seconds(rows, len(counts))
         text = self._text
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -248,29 +249,6 @@ class SpeedBench:
         return held
 
 
-def limit_of(limits: MachineLimits, costs: Costs, counts: list[int], contexts: list[int]) -> float:
-    """The seconds that a step takes at best: its operations, or reading the weights and every request's keys and values once."""
-    flops = read = 0
-    for count, context in zip(counts, contexts, strict=True):
-        # A chunk behind a prefix is the whole prompt without the prompt of the prefix.
-        flops += costs.prefill_flops(context) - costs.prefill_flops(context - count) + 2 * costs.head
-        read += context * costs.kv_bytes
-    read += costs.decode_bytes(sum(counts), 0)
-    return max(flops / limits.gemm_flops, read / limits.read_bytes)
-
-
-def answer(engine: Engine, name: str, prompt: list[int], tokens: int) -> float:
-    """Returns the seconds from a request to its last token, beside whatever else runs."""
-    began = time.perf_counter()
-    engine.add_request(request_of(name, prompt, greedy(tokens)))
-    while True:
-        for update in engine.step().updates:
-            if update.request_id == name and update.error is not None:
-                raise RuntimeError(f"{name}: {update.error}")
-            if update.request_id == name and update.finish is not None:
-                return time.perf_counter() - began
-
-
 def expected_over_limit(what: str) -> float:
     """Returns what 8 billion parameters in bfloat16 are expected to reach on an H200, as a multiple of the limit: see docs/gpu.md."""
     if not what.startswith("decode"):
@@ -297,9 +275,8 @@ def computed_by(runner: TorchRunner) -> str:
 class Stages:
     """How long each part of loading took."""
 
-    def __init__(self, say: Say = note) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._say = say
         self._what, self._since = "", time.perf_counter()
 
     def reached(self, what: str, share: float) -> None:
@@ -307,5 +284,5 @@ class Stages:
         if self._what:
             self.seconds[self._what] = self.seconds.get(self._what, 0.0) + now - self._since
         if what and what != self._what:
-            self._say(what)
+            note(what)
         self._what, self._since = what, now

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,11 +18,10 @@ import numpy as np
 from benchmarks.lib.connections import InstantServer, serve
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.processes import child
+from benchmarks.lib.servers import played
 from benchmarks.lib.tables import at_most, seen, table_of
 from tandem.base.errors import Unavailable
-from tandem.loadgen.api import Api, RequestShape
-from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import LoadStream
+from tandem.loadgen.api import RequestShape
 from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.loadgen.workload import Lengths, random_prompts
@@ -30,20 +30,7 @@ from tandem.loadgen.workload import Lengths, random_prompts
 FIRST_TOKEN_S, GAP_S, LONG_GAP_S, LONG_GAP_EVERY = 0.160, 0.012, 0.045, 10
 MOST_OFF_PERCENT = 5.0
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
-
-
 _COLUMNS = {"figure": "{figure}", "known": "{known:.2f}", "tandem bench": "{ours:.2f}"}
-
-
-class GeneratorComparison(msgspec.Struct, frozen=True):
-    figure: str
-    known: float
-    ours: float
-
-
-class Result(msgspec.Struct, frozen=True):
-    compared: list[GeneratorComparison]
-    ours_us_per_chunk: float
 
 
 def main() -> int:
@@ -53,15 +40,15 @@ def main() -> int:
     with child(serve_paced) as pipe:
         port = pipe.recv()
         summary, our_cost = asyncio.run(_ours(port))
-    result = Result(_compare(summary), our_cost)
-    worst = max(result.compared, key=lambda one: abs(one.ours / one.known - 1))
-    off = 100 * abs(worst.ours / worst.known - 1)
+    compared = _compare(summary)
+    off = {row["figure"]: 100 * abs(row["ours"] / row["known"] - 1) for row in compared}
+    worst = max(off, key=off.__getitem__)
     return report(
         options,
-        result,
-        table_of(f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", result.compared, _COLUMNS),
+        {"compared": compared, "ours_us_per_chunk": our_cost},
+        table_of(f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", compared, _COLUMNS),
         floors=[
-            at_most(f"furthest from what is known: {worst.figure}", off, MOST_OFF_PERCENT, "%"),
+            at_most(f"furthest from what is known: {worst}", off[worst], MOST_OFF_PERCENT, "%"),
             seen("CPU per chunk", our_cost, "µs"),
         ],
     )
@@ -70,18 +57,16 @@ def main() -> int:
 async def _ours(port: int) -> tuple[Summary, float]:
     """Returns what the generator reports, and its processor time per chunk in microseconds."""
     sessions = random_prompts(GuessedVocabulary(), np.random.default_rng(0), _REQUESTS, Lengths(_INPUT, _OUTPUT))
-    async with HttpClient(Address.of_url(f"http://127.0.0.1:{port}")) as http:
-        load = LoadStream("paced", Api(http, RequestShape("paced")), sessions, concurrency=_USERS)
-        before = time.process_time()
-        await load.run()
-        spent = time.process_time() - before
+    before = time.process_time()
+    load = await played(f"http://127.0.0.1:{port}", RequestShape("paced"), sessions, users=_USERS)
+    spent = time.process_time() - before
     summary = summarize("paced", load.timelines, load.duration_s)
     if summary.failed:
         raise Unavailable(f"{summary.failed} requests failed: {summary.failures[0].example}")
     return summary, spent / summary.output_tokens * 1e6
 
 
-def _compare(summary: Summary) -> list[GeneratorComparison]:
+def _compare(summary: Summary) -> list[dict[str, Any]]:
     if not (summary.ttft_ms and summary.tpot_ms and summary.itl_ms):
         raise Unavailable("nothing was measured")
     gaps = [LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S for index in range(_OUTPUT - 1)]
@@ -97,7 +82,7 @@ def _compare(summary: Summary) -> list[GeneratorComparison]:
         "inter-token latency, p99 ms": (LONG_GAP_S * 1e3, summary.itl_ms.p99),
         "output tokens/s": (_USERS * _OUTPUT / a_request, summary.output_tokens_per_s),
     }
-    return [GeneratorComparison(name, known, ours) for name, (known, ours) in figures.items()]
+    return [{"figure": name, "known": known, "ours": ours} for name, (known, ours) in figures.items()]
 
 
 _TOKEN = (

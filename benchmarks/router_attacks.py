@@ -35,17 +35,13 @@ def _names() -> bytes:
     return b'x","logit_bias":{' + b",".join(b'"%06x":1' % number for number in range(BODY_BYTES // 11)) + b"}}"
 
 
-# Bodies of the largest size that is allowed. They are refused after they have been parsed.
-LARGE_BODIES: dict[str, Callable[[], bytes]] = {
+# Prompts of bodies of the largest size that is allowed. They are refused after they have been parsed.
+LARGE_PROMPTS: dict[str, Callable[[], bytes]] = {
     "one text": lambda: b'"' + b"a " * (BODY_BYTES // 2) + b'"}',
     "escapes": lambda: b'"' + rb"\u00e4" * (BODY_BYTES // 6) + b'"}',
     "numbers": lambda: b"[" + b"1," * (BODY_BYTES // 2) + b"1]}",
     "names": lambda: b'"' + _names(),
 }
-
-
-def large_body(kind: str) -> bytes:
-    return b'{"model":"instant","max_tokens":0,"prompt":' + LARGE_BODIES[kind]()
 
 
 def again(count: int, once: Once, receive_buffer: int | None = None) -> Attack:
@@ -267,8 +263,9 @@ def generating(**fields: Any) -> Once:
     return asking("/v1/completions", _completion(**fields))
 
 
-def raw(kind: str) -> Attack:
-    return again(4, asking("/v1/completions", large_body(kind)))
+def large_body(prompt: Callable[[], bytes]) -> Callable[[Sequence[str]], Attack]:
+    start = b'{"model":"instant","max_tokens":0,"prompt":'
+    return lambda _: again(4, asking("/v1/completions", start + prompt()))
 
 
 TOOLS = [
@@ -306,10 +303,7 @@ ATTACKS: dict[str, Callable[[Sequence[str]], Attack]] = {
     "batches of long lines": lambda _: again(4, batch),
     "tools": lambda _: again(16, chatting(_chat("x", tools=TOOLS))),
     "new grammars": lambda _: again(16, new_grammar),
-    "bodies of one text": lambda _: raw("one text"),
-    "bodies of escapes": lambda _: raw("escapes"),
-    "bodies of numbers": lambda _: raw("numbers"),
-    "bodies of names": lambda _: raw("names"),
+    **{f"bodies of {kind}": large_body(prompt) for kind, prompt in LARGE_PROMPTS.items()},
     "realtime sessions that ping": lambda _: again(40, pings(60_000)),
     "/tokenize of the longest prompts": lambda _: again(4, asking("/tokenize", _tokenize(1_000_000))),
     "/tokenize that is never read": lambda _: again(40, never_reading("/tokenize", _tokenize(1_000_000))),

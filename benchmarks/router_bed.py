@@ -288,10 +288,10 @@ def until_ready(url: str) -> None:
     wait_for(healthy, START_S, "the router is not ready")
 
 
-async def streams(url: str, count: int, tokens: int, prompt: str = PROMPT) -> list[TimedAnswer]:
+async def streams(url: str, count: int, tokens: int) -> list[TimedAnswer]:
     """Runs `count` streams at once. They begin a little apart, because users do not act in step."""
     connections = [await HttpConnection.to(url) for _ in range(count)]
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "stream": True}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "stream": True}
 
     async def one(index: int) -> TimedAnswer:
         await asyncio.sleep(index * APART_S)

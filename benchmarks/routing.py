@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.lib.engines import greedy, request_of
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.base.percentile import percentile
@@ -26,7 +27,6 @@ from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.config import HashAlgorithm
-from tandem.engine.request import Request
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest, blocks_for
@@ -34,8 +34,7 @@ from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus
 
 BLOCK = 16
 APPLICATIONS = 50  # prompts with which many requests begin
@@ -197,14 +196,7 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
         cache = KVCacheManager(groups, blocks, caching=True, max_model_len=1 << 20, max_new_tokens=tokens)
         cache.pool.events = CacheEvents(1) if tells else None
         rng = random.Random(1)
-        asked = [
-            Request(
-                f"r{i}",
-                RequestFacts(prompt_token_ids=list(words(rng, tokens)), sampling=SamplingParams(max_tokens=9)),
-                block_hasher=hasher,
-            )
-            for i in range(requests)
-        ]
+        asked = [request_of(f"r{i}", list(words(rng, tokens)), greedy(9), hasher=hasher) for i in range(requests)]
         began = time.thread_time()
         for request in asked:
             cache.allocate_slots(request, tokens, hits=[[]])

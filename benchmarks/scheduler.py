@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.lib.engines import greedy, random_prompts, request_of
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.processes import output_of
 from benchmarks.lib.tables import at_least, seen, table_of
@@ -30,11 +31,8 @@ from tandem.base.errors import TandemError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
-from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.requests import RequestFacts
-from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 VOCABULARY = 49_000
@@ -104,22 +102,11 @@ def make_scheduler(running: int, num_blocks: int = NUM_BLOCKS, drafts: int = 0) 
     )
 
 
-def random_prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
-    draw = random.Random(0)
-    common = [draw.randrange(VOCABULARY) for _ in range(shared)]
-    return [common + [draw.randrange(VOCABULARY) for _ in range(length - shared)] for _ in range(count)]
-
-
 def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> float:
     """Returns the seconds to create, hash and add the requests."""
     started = time.perf_counter()
     for i, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
-        scheduler.add_request(
-            Request(
-                str(i), RequestFacts(prompt_token_ids=prompt, sampling=sampling), block_hasher=scheduler.block_hasher
-            )
-        )
+        scheduler.add_request(request_of(str(i), prompt, greedy(answer), hasher=scheduler.block_hasher))
     return time.perf_counter() - started
 
 
@@ -151,7 +138,7 @@ def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
 def measure(work: SchedulerWorkload) -> Speed:
     num_blocks = max(NUM_BLOCKS, work.running * (work.prompt + work.answer) // 8)
     scheduler = make_scheduler(work.running, num_blocks, work.drafts)
-    prompts = random_prompts(work.requests, work.prompt, work.shared)
+    prompts = random_prompts(work.requests, work.prompt, VOCABULARY, shared=work.shared)
     adding = add_all(scheduler, prompts, work.answer)
     whole, planning, booking, tokens = zip(*steps(scheduler), strict=True)
     return Speed(
@@ -179,16 +166,12 @@ def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> S
     """Returns a scheduler with `running` requests that decode, with lengths that do not cross block boundaries together, and `waiting` others."""
     scheduler = make_scheduler(running, num_blocks)
     draw = random.Random(1)
-    prompts = [prompt[: draw.randrange(64, 192)] for prompt in random_prompts(running, 192)]
+    prompts = [prompt[: draw.randrange(64, 192)] for prompt in random_prompts(running, 192, VOCABULARY)]
     add_all(scheduler, prompts, CONTEXT - 200)
     while scheduler.stats().waiting_tokens:
         next(steps(scheduler))
     for i in range(waiting):
-        scheduler.add_request(
-            Request(
-                f"waits {i}", RequestFacts(prompt_token_ids=[i % VOCABULARY] * 8, sampling=SamplingParams(max_tokens=1))
-            )
-        )
+        scheduler.add_request(request_of(f"waits {i}", [i % VOCABULARY] * 8, greedy(1)))
     return scheduler
 
 
@@ -215,15 +198,12 @@ def measure_lines(lengths: tuple[int, ...], rounds: int, count: int) -> dict[int
 
 def measure_hashing(repeats: int) -> dict[str, float]:
     """Returns the microseconds for a prompt of 512 tokens."""
-    prompts = random_prompts(repeats, 512)
+    prompts = random_prompts(repeats, 512, VOCABULARY)
     found = {}
     for algorithm in HashAlgorithm:
         hasher = make_block_hasher(algorithm, BLOCK_SIZE, "seed")
-        requests = [
-            Request("a", RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams())) for prompt in prompts
-        ]
         timed = []
-        for request in requests:
+        for request in [request_of("a", prompt, greedy(1)) for prompt in prompts]:
             started = time.perf_counter()
             hasher.extend([], request)
             timed.append(time.perf_counter() - started)

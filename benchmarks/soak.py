@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import linear_regression, median
 from typing import Any
 
 import httpx
@@ -254,10 +254,7 @@ def growth_of(process: str, samples: Sequence[tuple[float, Figures]], *, was_the
 
 def gained(times: Sequence[float], values: Sequence[float]) -> float:
     """Returns what the least-squares line gains from the first moment to the last, so that a single peak at the end is no growth."""
-    middle, level = fmean(times), fmean(values)
-    spread = sum((time - middle) ** 2 for time in times)
-    slope = sum((t - middle) * (v - level) for t, v in zip(times, values, strict=True)) / spread if spread else 0.0
-    return slope * (times[-1] - times[0])
+    return linear_regression(times, values).slope * (times[-1] - times[0])
 
 
 class ProcessWatch:

@@ -95,19 +95,6 @@ class Benchmark(TransferPair):
             "after_last_forward_ms": round(1e3 * latency, 2),
         }
 
-    def cpu(self) -> dict[str, float]:
-        spent = dict.fromkeys(("producer", "consumer", "raw"), 0.0)
-        for _ in range(self.repeats):
-            before = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.movers[0])]
-            self.transfer(2048, 1)
-            between = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.movers[0])]
-            self.move_raw(blocks_of(2048, 1))
-            spent["producer"] += between[0] - before[0]
-            spent["consumer"] += between[1] - before[1]
-            spent["raw"] += self.movers[0].call("cpu_seconds") - between[2]
-        gigabytes = self.repeats * blocks_of(2048, 1) * BLOCK_BYTES / 1e9
-        return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
-
     def step_cost(self) -> dict[str, float]:
         cost = {}
         for at_once in (1, 16):
@@ -143,7 +130,7 @@ class Benchmark(TransferPair):
             "throughput": self.throughput(self.cases),
             "left_out": self.left_out,
             "overlap_2048": [self.overlap(chunk) for chunk in (256, 512, 2048)],
-            "cpu": self.cpu(),
+            "cpu": self.cpu(2048, 1),
             "step": self.step_cost(),
         }
         return results

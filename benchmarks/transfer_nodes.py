@@ -81,98 +81,17 @@ class _RawPeer(NamedTuple):
     prepared: int | None  # set if both ranks have the same heads, so that whole blocks are moved
 
 
-class RawPairs:
-    """NIXL's agent alone at one rank: one operation to each rank of the other node that has some of the same heads, all at once. Descriptors are
-    made before the clock starts."""
-
-    def __init__(self, name: str, cache: torch.Tensor, share: HeadShare) -> None:
-        self._agent = NixlAgent(name, NixlOptions())
-        self._cache, self._share = cache, share
-        self._memory = "VRAM" if cache.is_cuda else "DRAM"
-        self._device = cache.get_device() if cache.is_cuda else 0
-        self._agent.register(self._memory, cache.data_ptr(), cache.nbytes, self._device)
-        self.shard = RawShard(self._agent.metadata(), cache.data_ptr(), share)
-        self._prepared = self._agent.prepare(None, self._memory, self._whole(self.shard, len(cache)))
-        self._peers: list[_RawPeer] = []
-
-    def connect(self, shards: Sequence[RawShard]) -> None:
-        for shard in shards:
-            first, end = self._common(shard)
-            if first >= end:
-                continue
-            name = self._agent.add_remote(shard.metadata)
-            prepared = None
-            if shard.share == self._share:
-                prepared = self._agent.prepare(name, self._memory, self._whole(shard, len(self._cache)))
-            self._peers.append(_RawPeer(name, shard, prepared))
-
-    def move(self, direction: str, blocks: int) -> tuple[float, float]:
-        """Returns when it began, and when everything had arrived."""
-        operation = "write" if direction == "push" else "read"
-        ids = np.arange(1, blocks + 1)
-        described = [
-            None if peer.prepared is not None else (self._pieces(self.shard, peer, ids), self._pieces(peer.shard, peer, ids))
-            for peer in self._peers
-        ]  # fmt: skip
-        handles = []
-        began = time.monotonic()
-        for peer, pieces in zip(self._peers, described, strict=True):
-            if pieces is None:
-                started = self._agent.start(operation, self._prepared, ids, peer.prepared or 0, ids)
-            else:
-                ours, theirs = pieces
-                started = self._agent.start_described(
-                    operation, (self._memory, ours), (self._memory, theirs), peer.name
-                )
-            handles.append(started)
-        left = [handle for handle, done in handles if not done]
-        while left := [handle for handle in left if not self._agent.is_done(handle)]:
-            os.sched_yield()  # lets other ranks on the same core run
-        ended = time.monotonic()
-        for handle, _ in handles:
-            self._agent.release(handle)
-        return began, ended
-
-    def _common(self, shard: RawShard) -> tuple[int, int]:
-        mine, other = self._share, shard.share
-        return max(mine.first, other.first), min(mine.first + mine.count, other.first + other.count)
-
-    def _block_bytes(self, shard: RawShard) -> int:
-        return self._cache.shape[1] * 2 * shard.share.count * _HEAD_BYTES
-
-    def _whole(self, shard: RawShard, blocks: int) -> BlockArray:
-        return self._described(shard.address + np.arange(blocks) * self._block_bytes(shard), self._block_bytes(shard))
-
-    def _pieces(self, shard: RawShard, peer: _RawPeer, blocks: np.ndarray) -> BlockArray:
-        """Returns the common heads of each layer's keys and of its values in each block, which are one run each."""
-        first, end = self._common(peer.shard)
-        layers = np.arange(self._cache.shape[1] * 2) * shard.share.count
-        inside = (layers + first - shard.share.first) * _HEAD_BYTES
-        places = (blocks[:, None] * self._block_bytes(shard) + inside).reshape(-1)
-        return self._described(shard.address + places, (end - first) * _HEAD_BYTES)
-
-    def _described(self, addresses: np.ndarray, length: int) -> BlockArray:
-        described = np.zeros((len(addresses), 3), dtype=np.uint64)
-        described[:, 0], described[:, 1], described[:, 2] = addresses, length, self._device
-        return described
-
-    def close(self) -> None:
-        self._agent.close()
-
-
 class RawRank:
-    """A rank's memory, and the transport alone on it. What the benchmark asks of every rank."""
+    """A rank's memory, what the benchmark asks of every rank, and NIXL's agent alone on that memory: one operation to each rank of the other
+    node that has some of the same heads, all at once. Descriptors are made before the clock starts."""
 
     def __init__(self, name: str, cache: torch.Tensor, share: HeadShare) -> None:
         self.cache = cache
         self._raw_name, self._share = f"raw-{name}", share
-        self._pairs: RawPairs | None = None
-
-    @property
-    def pairs(self) -> RawPairs:
-        if self._pairs is None:
-            self._pairs = RawPairs(self._raw_name, self.cache, self._share)
-        return self._pairs
+        self._memory = "VRAM" if cache.is_cuda else "DRAM"
+        self._device = cache.get_device() if cache.is_cuda else 0
+        self._agent: NixlAgent | None = None
+        self._raw_peers: list[_RawPeer] = []
 
     def cpu_seconds(self) -> float:
         return time.process_time()
@@ -185,18 +104,80 @@ class RawRank:
         values = [block.unique().tolist() for block in self.cache]
         return [found[0] if len(found) == 1 else None for found in values]
 
-    def raw_shard(self) -> RawShard:
-        return self.pairs.shard
+    def open_raw(self) -> RawShard:
+        """Begins the agent: a rank without one is idle."""
+        cache = self.cache
+        self._agent = NixlAgent(self._raw_name, NixlOptions())
+        self._agent.register(self._memory, cache.data_ptr(), cache.nbytes, self._device)
+        self._shard = RawShard(self._agent.metadata(), cache.data_ptr(), self._share)
+        self._prepared = self._agent.prepare(None, self._memory, self._whole(self._shard, len(cache)))
+        return self._shard
 
-    def connect_pairs(self, shards: Sequence[RawShard]) -> None:
-        self.pairs.connect(shards)
+    def connect_raw(self, shards: Sequence[RawShard]) -> None:
+        assert self._agent is not None
+        for shard in shards:
+            first, end = self._common(shard)
+            if first >= end:
+                continue
+            name = self._agent.add_remote(shard.metadata)
+            prepared = None
+            if shard.share == self._share:
+                prepared = self._agent.prepare(name, self._memory, self._whole(shard, len(self.cache)))
+            self._raw_peers.append(_RawPeer(name, shard, prepared))
 
-    def move_pairs(self, direction: str, blocks: int) -> tuple[float, float]:
-        return self.pairs.move(direction, blocks)
+    def move_raw(self, direction: str, blocks: int) -> tuple[float, float]:
+        """Returns when it began, and when everything had arrived."""
+        agent = self._agent
+        assert agent is not None
+        operation = "write" if direction == "push" else "read"
+        ids = np.arange(1, blocks + 1)
+        described = [
+            None if peer.prepared is not None else (self._pieces(self._shard, peer, ids), self._pieces(peer.shard, peer, ids))
+            for peer in self._raw_peers
+        ]  # fmt: skip
+        handles = []
+        began = time.monotonic()
+        for peer, pieces in zip(self._raw_peers, described, strict=True):
+            if pieces is None:
+                started = agent.start(operation, self._prepared, ids, peer.prepared or 0, ids)
+            else:
+                ours, theirs = pieces
+                started = agent.start_described(operation, (self._memory, ours), (self._memory, theirs), peer.name)
+            handles.append(started)
+        left = [handle for handle, done in handles if not done]
+        while left := [handle for handle in left if not agent.is_done(handle)]:
+            os.sched_yield()  # lets other ranks on the same core run
+        ended = time.monotonic()
+        for handle, _ in handles:
+            agent.release(handle)
+        return began, ended
+
+    def _common(self, shard: RawShard) -> tuple[int, int]:
+        mine, other = self._share, shard.share
+        return max(mine.first, other.first), min(mine.first + mine.count, other.first + other.count)
+
+    def _block_bytes(self, shard: RawShard) -> int:
+        return self.cache.shape[1] * 2 * shard.share.count * _HEAD_BYTES
+
+    def _whole(self, shard: RawShard, blocks: int) -> BlockArray:
+        return self._described(shard.address + np.arange(blocks) * self._block_bytes(shard), self._block_bytes(shard))
+
+    def _pieces(self, shard: RawShard, peer: _RawPeer, blocks: np.ndarray) -> BlockArray:
+        """Returns the common heads of each layer's keys and of its values in each block, which are one run each."""
+        first, end = self._common(peer.shard)
+        layers = np.arange(self.cache.shape[1] * 2) * shard.share.count
+        inside = (layers + first - shard.share.first) * _HEAD_BYTES
+        places = (blocks[:, None] * self._block_bytes(shard) + inside).reshape(-1)
+        return self._described(shard.address + places, (end - first) * _HEAD_BYTES)
+
+    def _described(self, addresses: np.ndarray, length: int) -> BlockArray:
+        described = np.zeros((len(addresses), 3), dtype=np.uint64)
+        described[:, 0], described[:, 1], described[:, 2] = addresses, length, self._device
+        return described
 
     def close(self) -> None:
-        if self._pairs is not None:
-            self._pairs.close()
+        if self._agent is not None:
+            self._agent.close()
 
 
 class TransferNode(RawRank):
@@ -343,6 +324,7 @@ class TransferPair:
     ) -> None:
         """The ranks of both nodes; a consumer reads or a producer writes."""
         self.ranks = [*producers, *consumers]
+        self._producers, self._consumers = producers, consumers
         self.producer, self.consumer = producer, consumer = producers[0], consumers[0]
         self.movers, self._moved = (producers, consumers) if direction == "push" else (consumers, producers)
         self.direction = direction
@@ -356,19 +338,40 @@ class TransferPair:
         self.transfer(16, 1)
 
     def open_raw(self) -> None:
-        movers, moved = ([rank.call("raw_shard") for rank in ranks] for ranks in (self.movers, self._moved))
+        movers, moved = ([rank.call("open_raw") for rank in ranks] for ranks in (self.movers, self._moved))
         # As in the connector, an agent knows who moves its blocks.
         for ranks, others in ((self._moved, movers), (self.movers, moved)):
             for rank in ranks:
-                rank.call("connect_pairs", others)
+                rank.call("connect_raw", others)
         self.move_raw(1)
 
     def move_raw(self, blocks: int) -> float:
         """Returns the seconds that the transport alone takes for these blocks."""
         for rank in self.movers:
-            rank.begin("move_pairs", self.direction, blocks)
+            rank.begin("move_raw", self.direction, blocks)
         times: list[Any] = [rank.result() for rank in self.movers]
         return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+    def cpu(self, tokens: int, at_once: int) -> dict[str, float]:
+        """Returns the CPU time per GB of all ranks of each node, and of the transport alone, which neither other work nor ranks that share a
+        core change."""
+        spent = dict.fromkeys(("producer", "consumer", "raw"), 0.0)
+        for _ in range(self.repeats):
+            before = self._cpu_seconds()
+            self.transfer(tokens, at_once)
+            between = self._cpu_seconds()
+            self.move_raw(blocks_of(tokens, at_once))
+            spent["raw"] += sum(self._cpu_seconds()) - sum(between)
+            spent["producer"] += between[0] - before[0]
+            spent["consumer"] += between[1] - before[1]
+        gigabytes = self.repeats * blocks_of(tokens, at_once) * self.block_bytes / 1e9
+        return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
+
+    def _cpu_seconds(self) -> tuple[float, float]:
+        producer, consumer = (
+            sum(float(rank.call("cpu_seconds")) for rank in ranks) for ranks in (self._producers, self._consumers)
+        )
+        return producer, consumer
 
     def close(self) -> None:
         for rank in self.ranks:

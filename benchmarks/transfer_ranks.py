@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Sequence
 
 import torch
 
 from benchmarks.lib.processes import Remote
-from benchmarks.transfer_nodes import CacheShape, RawRank, TransferNode, TransferPair, blocks_of
+from benchmarks.transfer_nodes import CacheShape, RawRank, TransferNode, TransferPair
 from tandem.engine.model.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
@@ -34,20 +33,6 @@ def parse_widths(widths: str) -> tuple[int, int]:
                 f"{', '.join(map(str, known))}, which divide the {LLAMA_1B.heads} heads"
             )
     return int(producer), int(consumer)
-
-
-class LeadingRank(TransferNode):
-    def __init__(
-        self,
-        node_id: str,
-        epoch: int,
-        num_blocks: int,
-        config: TransferConfig,
-        share: HeadShare,
-        rank_lines: Sequence[socket.socket],
-    ) -> None:
-        apart = share if rank_lines else None
-        super().__init__(node_id, epoch, num_blocks, config, "cpu", LLAMA_1B, apart, rank_lines)
 
 
 class OtherRank(RawRank):
@@ -74,7 +59,8 @@ def start_ranks(node_id: str, epoch: int, num_blocks: int, config: TransferConfi
         for rank, (_, theirs) in enumerate(ends, start=1)
     ]
     lines = [ours for ours, _ in ends]
-    leading = Remote(LeadingRank, node_id, epoch, num_blocks, config, shares[0], lines)
+    apart = shares[0] if lines else None
+    leading = Remote(TransferNode, node_id, epoch, num_blocks, config, "cpu", LLAMA_1B, apart, lines)
     for ours, theirs in ends:  # the processes hold their own ends
         ours.close()
         theirs.close()
@@ -89,20 +75,3 @@ class RankPairs(TransferPair):
         consumers = start_ranks("c", 2, blocks, config, widths[1])
         super().__init__(producers, consumers, config.direction, LLAMA_1B.block_bytes, repeats)
         self.open_raw()
-
-    def cpu(self, tokens: int, at_once: int) -> dict[str, float]:
-        """Returns the CPU time of all ranks of both nodes, which neither other work nor ranks that share a core change."""
-        spent = {"raw": 0.0, "connector": 0.0}
-        for _ in range(self.repeats):
-            for name in spent:
-                before = self._cpu_seconds()
-                if name == "raw":
-                    self.move_raw(blocks_of(tokens, at_once))
-                else:
-                    self.transfer(tokens, at_once)
-                spent[name] += self._cpu_seconds() - before
-        gigabytes = self.repeats * blocks_of(tokens, at_once) * self.block_bytes / 1e9
-        return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
-
-    def _cpu_seconds(self) -> float:
-        return sum(float(rank.call("cpu_seconds")) for rank in self.ranks)

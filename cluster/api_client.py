@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -40,6 +41,28 @@ def trusted(url: str) -> ssl.SSLContext | bool:
     return ssl.create_default_context() if url.lower().startswith("https://") else False
 
 
+def checked_url(url: str) -> str:
+    """Returns the URL without a slash at its end. Raises ConfigurationError if it is no URL of an HTTP server."""
+    try:
+        parsed = httpx.URL(url.rstrip("/"))
+        if parsed.scheme not in ("http", "https"):
+            raise httpx.InvalidURL("it does not begin with http:// or https://")
+        parsed.raw_host.decode("ascii").encode("idna")  # as the socket will, with an error that is none of httpx's
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ConfigurationError(
+            f"{url!r} is no URL ({error}): it must be one such as http://127.0.0.1:8000"
+        ) from error
+    return url.rstrip("/")
+
+
+def decoded(url: str, answer: bytes, kind: type[T]) -> T:
+    """Raises InternalError for an answer of another kind. `url`: whose answer it is."""
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"{url} did not answer like a Tandem router: {error}") from error
+
+
 class ApiClient:
     def __init__(
         self,
@@ -48,54 +71,53 @@ class ApiClient:
         transport: httpx.BaseTransport | None = None,
         timeout: httpx.Timeout | float = ANSWER_S,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            parsed = httpx.URL(self.url)
-            if parsed.scheme not in ("http", "https"):
-                raise httpx.InvalidURL("it does not begin with http:// or https://")
-            parsed.raw_host.decode("ascii").encode("idna")  # as the socket will, with an error that is none of httpx's
-            self.http = httpx.Client(
-                base_url=self.url,
-                headers=headers,
-                timeout=timeout,
-                transport=transport
-                or httpx.HTTPTransport(verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER),
-                trust_env=False,
-            )
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ConfigurationError(
-                f"{url!r} is no URL ({error}): it must be one such as http://127.0.0.1:8000"
-            ) from error
+        self.http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            transport=transport
+            or httpx.HTTPTransport(verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER),
+            trust_env=False,
+        )
 
     def get(self, path: str) -> httpx.Response:
         """Raises RequestError or Unavailable, with a message for the operator, for any response but a success."""
-        try:
-            response = self.http.get(path)
-        except httpx.HTTPError as error:
-            raise self.unreachable(error) from error
-        if response.is_error:
-            raise self.refused(response)
-        return response
+        return self.answered(lambda: self.http.get(path))
 
     def read(self, path: str, kind: type[T]) -> T:
         """Raises the same errors as `get`, and InternalError for an answer of another kind."""
-        answer = self.get(path).content
-        try:
-            return msgspec.json.decode(answer, type=kind)
-        except msgspec.MsgspecError as error:
-            raise InternalError(f"{self.url}{path} did not answer like a Tandem router: {error}") from error
+        return decoded(f"{self.url}{path}", self.get(path).content, kind)
 
-    def post(self, path: str, body: bytes, timeout: httpx.Timeout) -> httpx.Response:
-        """Raises the same errors as `get`."""
-        headers = {"content-type": "application/json"}
+    def post(
+        self, path: str, body: bytes, timeout: httpx.Timeout, more: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """Raises the same errors as `get`. `more`: further headers."""
+        headers = {"content-type": "application/json", **(more or {})}
+        return self.answered(lambda: self.http.post(path, content=body, headers=headers, timeout=timeout))
+
+    def answered(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Returns what `ask` got of `http`. Raises the same errors as `get`."""
         try:
-            response = self.http.post(path, content=body, headers=headers, timeout=timeout)
+            response = ask()
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        if response.is_error:
+        if not response.is_success:
             raise self.refused(response)
         return response
+
+    @contextmanager
+    def streamed(self, method: str, path: str, **sent: Any) -> Iterator[httpx.Response]:
+        """While it is entered, the answer can be read as it comes. Raises the same errors as `get`."""
+        try:
+            with self.http.stream(method, path, **sent) as response:
+                if not response.is_success:
+                    response.read()
+                    raise self.refused(response)
+                yield response
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
 
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -111,6 +133,8 @@ class ApiClient:
         """Returns the error for a response that was no success. The response's body must have been read."""
         advice = f" (set {KEY} to a key of that router)" if response.status_code == 401 else ""
         text = f"{self.url} answered {response.status_code}: {_message(response)}{advice}"
+        if response.has_redirect_location:
+            text = f"{self.url} sends to {response.headers['location']}: name that server with --url"
         return RequestError(text) if response.is_client_error else Unavailable(text)
 
     def close(self) -> None:

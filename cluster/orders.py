@@ -75,9 +75,9 @@ class Order(msgspec.Struct, Generic[T], frozen=True, forbid_unknown_fields=True)
         """Raises msgspec.DecodeError."""
         bases = getattr(type(self), "__orig_bases__", ())
         kind: Any = next(get_args(base)[0] for base in bases if get_origin(base) is Order)
-        if self.key:
-            kind = dict[str, kind]
-        told: Any = msgspec.json.decode(answer, type=kind)
+        told: Any = msgspec.json.decode(answer, type=dict[str, kind] if self.key else kind)
+        if self.key and self.key not in told:
+            raise msgspec.ValidationError(f"Object missing required field `{self.key}`")
         return cast("T", told[self.key] if self.key else told)
 
 

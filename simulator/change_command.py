@@ -18,7 +18,7 @@ from tandem.cluster.describe import format_seconds
 from tandem.router.page_state import PageState
 from tandem.simulator.change import INSIDE, change_of
 from tandem.simulator.learnt import learnt_costs
-from tandem.simulator.options import add_costs, costs_of
+from tandem.simulator.options import add_costs, given_costs
 from tandem.simulator.show import progress
 from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=wants_json(options))
     with closing(ApiClient(url, key_from_environment())) as client:
         state = client.read("/ui/state", PageState)
-    costs = costs_of(options) if options.costs is not None else learnt_costs(url).costs
+    costs = given_costs(options) or learnt_costs(url).costs
     with progress(console, "simulating") as on_progress:
         change = change_of(state, wanted, config, costs, on_progress)
     print_found(options, change, lambda: _show(console, change))

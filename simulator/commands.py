@@ -21,15 +21,15 @@ def describe_why(parser: argparse.ArgumentParser) -> None:
 
 
 def explain_more(options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]) -> Explanation:
-    if options.costs is None:
+    from tandem.simulator.options import given_costs
+
+    if (costs := given_costs(options)) is None:
         return why
     from rich.console import Console
 
-    from tandem.simulator.options import costs_of
     from tandem.simulator.what_if import compared
 
-    config, costs = read_settings(options).config, costs_of(options)
-    return compared(why, state(), config, costs, Console(stderr=True))
+    return compared(why, state(), read_settings(options).config, costs, Console(stderr=True))
 
 
 _ROWS = (

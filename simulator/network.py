@@ -47,7 +47,6 @@ class SimulatedTransfer:
     producer_id: str = ""  # the request's id on the producer
     consumer_id: str = ""  # the request's id on the consumer
     num_tokens: int = 0
-    wanted_from: int = 0  # the consumer has the tokens before this in its own cache
     sent: int = 0
     computed: int = 0
     first_token: int | None = None
@@ -62,10 +61,10 @@ class Network:
         self.bytes_moved = 0.0
 
     def register(self, name: str, port: Port, request_id: str, num_tokens: int, wanted_from: int) -> None:
-        """The consumer has allocated blocks for the transfer `name`."""
+        """The consumer has allocated blocks for the transfer `name`, and has the tokens before `wanted_from` in its own cache."""
         transfer = self._transfers.setdefault(name, SimulatedTransfer())
         transfer.consumer, transfer.consumer_id = port, request_id
-        transfer.num_tokens, transfer.wanted_from = num_tokens, wanted_from
+        transfer.num_tokens = num_tokens
         transfer.sent = max(transfer.sent, wanted_from)
         port.under_way += 1
         self._go_on(name, transfer)

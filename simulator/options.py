@@ -57,6 +57,17 @@ def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
     return costs
 
 
+def given_costs(options: argparse.Namespace) -> dict[Role, CostModel] | None:
+    """Returns the costs of a command that has others, or none, without --costs."""
+    if options.costs is not None:
+        return costs_of(options)
+    if options.prefill_costs is not None or options.decode_costs is not None:
+        raise ConfigurationError(
+            f"--prefill-costs and --decode-costs need --costs FILE, or --costs {RUNNING}, for the other nodes"
+        )
+    return None
+
+
 def _read(source: Path | str) -> Mapping[Role, CostModel]:
     if isinstance(source, str):
         learnt = learnt_costs(choose_url(None if source == RUNNING else source))

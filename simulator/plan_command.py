@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tandem.base.flags import adder
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.saving import check_file
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.options import service_level
 from tandem.loadgen.traces import TraceRow
@@ -58,8 +60,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--attainment must be above 0 and at most 1, not {options.attainment:g}")
     if options.most_nodes < 1:
         raise ConfigurationError(f"--most-nodes must be at least 1, not {options.most_nodes}")
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise ConfigurationError(f"--picture must end in .svg, not {options.picture.name}")
+    if options.picture is not None:
+        if options.picture.suffix != ".svg":
+            raise ConfigurationError(f"--picture must end in .svg, not {options.picture.name}")
+        check_file(options.picture)
     prices = dict(options.cost)
     if missing := [role for role in ("prefill", "decode") if role not in prices]:
         raise ConfigurationError(f"--cost must name what a {' and a '.join(missing)} node costs")
@@ -78,13 +82,14 @@ def run(options: argparse.Namespace) -> int:
         evaluate = evaluator(configure, costs, traffic, slo, options.attainment, say)
         planner = Planner(evaluate, prices, options.attainment, options.most_nodes, least_by_width(costs, traffic))
         plan = planner.plan()
+    print_found(options, plan, lambda: console.print(render(plan, slo)))
     if options.picture is not None:
         title = f"within {slo}, by cost"
         try:
             options.picture.write_text(draw(plan.trials, plan.chosen, title), encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"{options.picture} cannot be written: {error.strerror}") from error
-    print_found(options, plan, lambda: console.print(render(plan, slo)))
+        except OSError as error:  # the plan has been printed
+            print(f"tandem: {options.picture} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
     return 0 if plan.chosen is not None else 1
 
 

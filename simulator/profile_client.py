@@ -7,13 +7,14 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.api_client import checked_url, decoded, trusted
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
@@ -21,6 +22,8 @@ from tandem.wire.tracing import TracePhase
 _TRACE_WITHIN_S = 5.0
 _ASK_AGAIN_S = 0.05
 _ANSWER_S = 600.0
+
+T = TypeVar("T")
 
 
 class ClusterNode(msgspec.Struct):
@@ -95,11 +98,14 @@ def _steps_of(part: NodePart) -> Iterator[WorkStep]:
 class ProfileClient:
     def __init__(self, url: str, key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url = url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"{url!r} is no URL: it must be one such as http://127.0.0.1:8000")
+        self.url = checked_url(url)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=_ANSWER_S, transport=transport, trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=_ANSWER_S,
+            transport=transport,
+            trust_env=False,
+            verify=trusted(self.url),
         )
         self._model = ""
 
@@ -107,7 +113,7 @@ class ProfileClient:
         await self._http.aclose()
 
     async def facts(self) -> list[ClusterNode]:
-        facts = msgspec.json.decode((await self._send("GET", "/cluster")).content, type=_ClusterFacts)
+        facts = await self._read("/cluster", _ClusterFacts)
         self._model = facts.router.model
         return facts.nodes
 
@@ -146,7 +152,7 @@ class ProfileClient:
         seconds = time.perf_counter() - began
         if not traced:
             return None
-        name = msgspec.json.decode(content, type=_Completion).id
+        name = decoded(f"{self.url}/v1/completions", content, _Completion).id
         return ProfiledRequest(await self._trace(name), seconds)
 
     async def pause(self, seconds: float) -> None:
@@ -162,8 +168,7 @@ class ProfileClient:
         """Waits up to `_TRACE_WITHIN_S` for the complete trace: a prefill node sends its part a moment after the answer's end."""
         deadline = time.monotonic() + _TRACE_WITHIN_S
         while True:
-            found = await self._send("GET", f"/traces/{quote(name, safe='')}")
-            record = msgspec.json.decode(found.content, type=TraceRecord)
+            record = await self._read(f"/traces/{quote(name, safe='')}", TraceRecord)
             if record.ended is not None and not record.missing:
                 return record
             if time.monotonic() > deadline:
@@ -175,7 +180,7 @@ class ProfileClient:
         first, last = b"", ""
         try:
             async with self._http.stream("POST", path, json=body, headers=headers) as answer:
-                if answer.is_error:
+                if not answer.is_success:
                     text = (await answer.aread()).decode(errors="replace")
                     raise Unavailable(f"{self.url}{path} answered {answer.status_code}: {text[:200]}")
                 async for line in answer.aiter_lines():
@@ -189,11 +194,14 @@ class ProfileClient:
             raise Unavailable(f"{self.url}{path} ended its stream with {last[:200]!r}")
         return first
 
+    async def _read(self, path: str, kind: type[T]) -> T:
+        return decoded(f"{self.url}{path}", (await self._send("GET", path)).content, kind)
+
     async def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
         try:
             answer = await self._http.request(method, path, **what)
         except httpx.HTTPError as error:
             raise Unavailable(f"{self.url} does not answer ({error}): is `tandem serve` running there?") from error
-        if answer.is_error:
+        if not answer.is_success:
             raise Unavailable(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
         return answer

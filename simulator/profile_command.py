@@ -14,7 +14,7 @@ from tandem.base.flags import adder
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.commands.router_url import choose_url
-from tandem.cluster.saving import write_json
+from tandem.cluster.saving import check_file, write_json
 from tandem.simulator.profile import QUICK, REPEATS, profile
 
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.repeats < 1:
         raise ConfigurationError(f"--repeats must be at least 1, not {options.repeats}")
+    check_file(options.out)
     console = Console(stderr=wants_json(options))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as shown:

@@ -23,6 +23,7 @@ from tests.documents import Block, blocks
 from tests.doors import passes
 
 ROOT = Path(__file__).parent.parent
+FILES = {path.name for path in ROOT.glob("[a-z]*/**/*.py")}
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 _PATH = re.compile(r"[A-Za-z][\w.*/-]*/(?:[\w.*-]+\.(?:py|yaml|md))?")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -66,6 +67,14 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_the_files_that_are_named_exist(name: str) -> None:
     for path in filter(_PATH.fullmatch, inline(PAGES[name])):
         assert next(ROOT.glob(path.rstrip("/")), None), path
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_file_that_is_named_without_its_folder_exists(name: str) -> None:
+    """Or is one that the page has its reader save."""
+    saved = re.findall(r"save it as\s+`(\w+\.py)`", PAGES[name])
+    lost = [code for code in inline(PAGES[name]) if re.fullmatch(r"\w+\.py", code) and code not in (FILES | {*saved})]
+    assert not lost
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
@@ -132,7 +141,7 @@ def test_the_methods_that_are_named_are_there() -> None:
     members = members_of_classes()
     for page in PAGES.values():
         for code in inline(page):
-            if (found := re.fullmatch(r"([A-Z]\w+)\.([a-z]\w*)(\(.*\))?", code)) and found[2] != "md":
+            if (found := re.fullmatch(r"([A-Z]\w+)\.(_?[a-z]\w*)(\(.*\))?", code)) and found[2] != "md":
                 assert found[2] in members[found[1]], code
 
 

@@ -214,6 +214,15 @@ class Choice:
         return self._stops.matched
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """What of the request ended the choice: a stop string, or a token of its stop_token_ids. None for any other end."""
+        life = self.life
+        if self._stops.matched is not None or self.finish_reason != "stop":
+            return self._stops.matched
+        token = life.ledger.stop_token
+        return token if token in life.spec.facts.sampling.stop_token_ids else None
+
+    @property
     def cut(self) -> bool:
         """Whether the model would have written more: max_tokens or a stop string ended the choice."""
         return self.finish_reason == "length" or self._stops.matched is not None

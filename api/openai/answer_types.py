@@ -44,6 +44,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = None  # the stop string, or the token of stop_token_ids, that ended it
     prompt_token_ids: list[int] = []  # with return_token_ids
     token_ids: list[int] = []
     prompt_logprobs: PromptLogprobs = []  # with prompt_logprobs
@@ -116,6 +117,7 @@ class ChatChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
     token_ids: list[int] = []  # with return_token_ids
 
 
@@ -142,6 +144,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None  # with the finish_reason
     token_ids: list[int] = []
 
 

@@ -116,6 +116,7 @@ def _choice(plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokeniz
         "message": message,
         "logprobs": logprobs,
         "finish_reason": finish_reason,
+        "stop_reason": one.choice.stop_reason,
         **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
     }
 
@@ -199,6 +200,8 @@ class ChatStream:
             as_ids = bool(self._request.return_tokens_as_token_ids)
             logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
         entry = {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            entry["stop_reason"] = choice.stop_reason
         body = {**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()}
         if self._plan.return_token_ids:
             if delta is not None:

@@ -44,6 +44,7 @@ def _choice(
         "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
         "logprobs": logprobs,
         "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
+        "stop_reason": None if plan.only_echo else one.choice.stop_reason,
     }
     if plan.return_token_ids:
         shown_ids = [] if plan.only_echo else one.choice.token_ids
@@ -102,9 +103,9 @@ class CompletionStream:
         if plain and not first and delta.finish_reason is None:
             return self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
         self._begun.add(choice.index)
-        text, shown, finish = delta.text, delta.tokens, delta.finish_reason
+        text, shown, finish, stop = delta.text, delta.tokens, delta.finish_reason, choice.stop_reason
         if self._plan.only_echo:
-            text, shown, finish = "", range(0), "length" if finish is not None else None
+            text, shown, finish, stop = "", range(0), "length" if finish is not None else None, None
         if first:
             text = self._plan.prompt_texts[choice.index // self._plan.choices_per_prompt] + text
         logprobs = _logprobs(self._plan, self._request, choice, shown, self._tokenizer, first=first)
@@ -116,6 +117,7 @@ class CompletionStream:
                     "text": text,
                     "logprobs": logprobs.joined() if logprobs is not None else None,
                     "finish_reason": finish,
+                    **({"stop_reason": stop} if finish is not None else {}),
                     **self._token_ids(choice, delta, first=first),
                 }
             ],

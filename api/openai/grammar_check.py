@@ -10,11 +10,11 @@ import atexit
 import contextlib
 import re
 import resource
-import select
 import signal
 import struct
 import subprocess
 import sys
+import threading
 from typing import IO
 
 from llguidance import LLMatcher
@@ -68,10 +68,15 @@ class GrammarChecker:
     def _asked(self, process: subprocess.Popen[bytes], grammar: str) -> str:
         assert process.stdin is not None
         assert process.stdout is not None
-        _write(process.stdin, grammar)
-        if not select.select([process.stdout], [], [], _WALL_S)[0]:
-            process.kill()
-        found = _read(process.stdout)
+        # Neither a write nor a read ends by itself while the process does not run.
+        late = threading.Timer(_WALL_S, process.kill)
+        late.daemon = True
+        late.start()
+        try:
+            _write(process.stdin, grammar)
+            found = _read(process.stdout)
+        finally:
+            late.cancel()
         if found is None:
             raise EOFError
         return found

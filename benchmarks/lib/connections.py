@@ -35,13 +35,13 @@ class HttpConnection:
         self._sent_at = 0.0
 
     @classmethod
-    async def to(cls, url: str, *, receive_buffer: int | None = None, limit: int = 1 << 16) -> HttpConnection:
+    async def to(cls, url: str, *, receive_buffer: int | None = None) -> HttpConnection:
         parts, connection = urlsplit(url), socket.socket()
         connection.setblocking(False)
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         await asyncio.get_running_loop().sock_connect(connection, (parts.hostname, parts.port))
-        return cls(*await asyncio.open_connection(sock=connection, limit=receive_buffer or limit))
+        return cls(*await asyncio.open_connection(sock=connection, limit=receive_buffer or 1 << 16))
 
     async def send(
         self,
@@ -101,10 +101,8 @@ def head_of(path: str, method: str, size: int | None, key: str | None = None, he
 
 
 @asynccontextmanager
-async def connected(
-    url: str, *, receive_buffer: int | None = None, limit: int = 1 << 16
-) -> AsyncIterator[HttpConnection]:
-    connection = await HttpConnection.to(url, receive_buffer=receive_buffer, limit=limit)
+async def connected(url: str, *, receive_buffer: int | None = None) -> AsyncIterator[HttpConnection]:
+    connection = await HttpConnection.to(url, receive_buffer=receive_buffer)
     try:
         yield connection
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import safe_open
+
+from benchmarks.lib.machine import MachineLimits
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -27,14 +30,21 @@ class Costs(msgspec.Struct, frozen=True):
         matrices = self.layers + int(self.chosen * self.experts)
         return 2 * (matrices * length + self.head) + self.attention_flops * length * (length + 1) // 2
 
-    def decode_flops(self, batch: int, context: int) -> int:
-        matrices = self.layers + self.head + int(self.chosen * self.experts)
-        return batch * (2 * matrices + self.attention_flops * context)
-
     def decode_bytes(self, batch: int, context: int) -> int:
         """The bytes of all weights and of all requests' KV. Of experts those that some request chooses, if each chooses at random."""
         read = int(self.experts * (1 - (1 - self.chosen) ** batch))
         return (self.layers + self.head + read) * self.element_bytes + batch * context * self.kv_bytes
+
+    def least_seconds(self, counts: Sequence[int], contexts: Sequence[int], limits: MachineLimits) -> float:
+        """Returns what a step of requests takes at best that compute so many tokens each, and then have so many: its operations, or reading
+        the weights and every request's keys and values once."""
+        flops = read = 0
+        for count, context in zip(counts, contexts, strict=True):
+            # A chunk behind a prefix is the whole prompt without the prompt of the prefix.
+            flops += self.prefill_flops(context) - self.prefill_flops(context - count) + 2 * self.head
+            read += context * self.kv_bytes
+        read += self.decode_bytes(sum(counts), 0)
+        return max(flops / limits.gemm_flops, read / limits.read_bytes)
 
 
 def read_costs(folder: Path, dtype: torch.dtype, kv_bytes: int) -> Costs:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
+from typing import NamedTuple
 
+from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -17,8 +18,6 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.requests import KVTransferParams, RequestFacts
 from tandem.wire.sampling import SamplingParams
-
-Say = Callable[[str], None]
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -30,16 +29,19 @@ def request_of(
     prompt: list[int],
     sampling: SamplingParams,
     *,
-    lora: str | None = None,
     transfer: KVTransferParams | None = None,
+    hasher: BlockHasher | None = None,
 ) -> Request:
-    facts = RequestFacts(prompt_token_ids=prompt, sampling=sampling, lora=lora)
-    return Request(name, facts, transfer=transfer)
+    return Request(
+        name, RequestFacts(prompt_token_ids=prompt, sampling=sampling), transfer=transfer, block_hasher=hasher
+    )
 
 
-def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(count: int, length: int, vocab: int, seed: int = 0, *, shared: int = 0) -> list[list[int]]:
+    """Returns prompts that have nothing in common but their first `shared` tokens."""
     draw = random.Random(seed)
-    return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
+    common = [draw.randrange(vocab) for _ in range(shared)]
+    return [common + [draw.randrange(vocab) for _ in range(length - shared)] for _ in range(count)]
 
 
 def load_engine(
@@ -55,45 +57,62 @@ def engine_of(runner: TorchRunner, cache: CacheConfig, scheduling: SchedulerConf
     return Engine(scheduler, runner, None, ahead=scheduling.plans_ahead(info.device))
 
 
+class TimedStep(NamedTuple):
+    what: str
+    seconds: float
+    counts: list[int]  # of each request, the tokens that the step computes
+    contexts: list[int]  # and those that it then has
+
+
 class EngineBench:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, vocab: int) -> None:
         self._engine = engine
+        self._vocab = vocab
         self._count = 0
 
-    def prefill(self, prompt: list[int]) -> float:
-        """Returns the seconds from a new request to its first token."""
-        self._add(prompt, 1)
-        return self._timed(self._finish)
+    def prefills(self, lengths: Iterable[int], repeats: int) -> Iterator[TimedStep]:
+        for length in lengths:
+            (prompt,) = random_prompts(1, length, self._vocab)
+            taken = [self.prefill(prompt) for _ in range(repeats + 1)][1:]
+            yield TimedStep(f"prefill {length}", statistics.median(taken), [length], [length])
 
-    def decode(self, prompts: list[list[int]], steps: int, loras: Sequence[str] = ()) -> float:
-        """Returns the seconds of a step in which each of these requests gets a token. `loras` gives each an adapter."""
-        with self.decoding(prompts, steps + len(prompts) + 2, loras):
-            self._engine.step()
-            return statistics.median(self._timed(self._engine.step) for _ in range(steps))
+    def decodes(self, sizes: Iterable[tuple[int, int]], steps: int) -> Iterator[TimedStep]:
+        """Times steps in which each of some requests with some tokens gets one more."""
+        for batch, context in sizes:
+            taken = []
+            with self.decoding(batch, context, steps + batch + 2):
+                self._engine.step()
+                for _ in range(steps):
+                    began = time.perf_counter()
+                    self._engine.step()
+                    taken.append(time.perf_counter() - began)
+            yield TimedStep(f"decode {batch} x {context}", statistics.median(taken), [1] * batch, [context] * batch)
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Returns the seconds from a new request to its first token, beside whatever else runs."""
+        began = time.perf_counter()
+        name = self._add(prompt, 1)
+        while True:
+            for update in self._engine.step().updates:
+                if update.request_id == name and update.error is not None:
+                    raise RuntimeError(f"{name}: {update.error}")
+                if update.request_id == name and update.finish is not None:
+                    return time.perf_counter() - began
 
     @contextmanager
-    def decoding(self, prompts: list[list[int]], tokens: int, loras: Sequence[str] = ()) -> Iterator[None]:
-        """While it is entered these requests decode; afterwards they are aborted."""
-        names = {self._add(prompt, tokens, lora) for prompt, lora in zip_longest(prompts, loras)}
+    def decoding(self, batch: int, context: int, tokens: int) -> Iterator[None]:
+        """While it is entered so many requests decode; afterwards they are aborted."""
+        names = {self._add(prompt, tokens) for prompt in random_prompts(batch, context, self._vocab)}
         begun: set[str] = set()
         while begun != names:
             begun.update(update.request_id for update in self._engine.step().updates)
         yield
         self._engine.abort_requests(names)
-        self._finish()
-
-    def _add(self, prompt: list[int], tokens: int, lora: str | None = None) -> str:
-        self._count += 1
-        name = f"r{self._count}"
-        self._engine.add_request(request_of(name, prompt, greedy(tokens), lora=lora))
-        return name
-
-    def _finish(self) -> None:
         while self._engine.step().progressed:
             pass
 
-    @staticmethod
-    def _timed(work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
+    def _add(self, prompt: list[int], tokens: int) -> str:
+        self._count += 1
+        name = f"r{self._count}"
+        self._engine.add_request(request_of(name, prompt, greedy(tokens)))
+        return name

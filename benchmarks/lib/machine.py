@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_CORES = 0.2  # a machine is never entirely idle
-_LOOK_FOR_S = 1.0
+_TRY_FOR_S = _LOOK_FOR_S = 1.0
 
 
 class MachineLimits(msgspec.Struct, frozen=True):
@@ -26,9 +26,7 @@ class MachineLimits(msgspec.Struct, frozen=True):
         return f"{self.gemm_flops / 1e9:.0f} GFLOP/s, {self.read_bytes / 1e9:.1f} GB/s"
 
 
-def measure_limits(
-    dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0, *, roughly: bool = False
-) -> MachineLimits:
+def measure_limits(dtype: torch.dtype, device: torch.device, threads: int, *, roughly: bool = False) -> MachineLimits:
     """Returns the best of many tries, because a limit is what is reached when nothing disturbs. `roughly` takes small matrices, for callers to
     whom the figure does not matter: a CPU without bfloat16 takes seconds for a large one."""
     torch.set_num_threads(threads)
@@ -39,21 +37,21 @@ def measure_limits(
     right = torch.randn(size, size, device=device).to(dtype)
     matrix = torch.randn(wide, wide, device=device).to(dtype)
     vector = torch.randn(1, wide, device=device).to(dtype)
-    product = _best(lambda: torch.mm(left, right), device, seconds)
-    read = _best(lambda: torch.nn.functional.linear(vector, matrix), device, seconds)
+    product = _best(lambda: torch.mm(left, right), device)
+    read = _best(lambda: torch.nn.functional.linear(vector, matrix), device)
     matrix_bytes = matrix.numel() * matrix.element_size()
     rate = matrix_bytes / read
     if device.type == "cuda":
         # A product with a vector may not reach the memory's bandwidth, so a copy, which reads and writes, is measured too.
         target = torch.empty_like(matrix)
-        rate = max(rate, 2 * matrix_bytes / _best(lambda: target.copy_(matrix), device, seconds))
+        rate = max(rate, 2 * matrix_bytes / _best(lambda: target.copy_(matrix), device))
     return MachineLimits(2 * rows * size * size / product, rate)
 
 
-def _best(work: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:
+def _best(work: Callable[[], torch.Tensor], device: torch.device) -> float:
     best = float("inf")
     work()
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + _TRY_FOR_S
     while time.perf_counter() < deadline:
         start = time.perf_counter()
         work()

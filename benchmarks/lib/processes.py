@@ -150,20 +150,11 @@ def _all_processes() -> dict[int, _Process]:
     return found
 
 
-def output_of(
-    command: Sequence[str | Path], within_s: float, environment: Mapping[str, str] | None = None, stdin: bytes = b""
-) -> str:
+def output_of(command: Sequence[str | Path], within_s: float) -> str:
     """Runs a peer's command, and returns what it printed. Raises DeadlineExceeded or Unavailable."""
     what = Path(command[0]).name
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **(environment or {})},
-            input=stdin,
-            capture_output=True,
-            timeout=within_s,
-            check=False,
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s, check=False)
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"{what} did not end within {within_s:.0f} s") from error
     except OSError as error:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,7 @@ from tandem.loadgen.load import LoadStream
 from tandem.loadgen.workload import Session
 
 READY_WITHIN_S = 600.0
-_TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[2]
 STOPPED_WITHIN_S = 30.0
 _ASK_EVERY_S = 0.1
 # The ports of the peers' proxy, which reports healthy even if its two servers are not, and of those two servers.
@@ -41,7 +41,6 @@ class System:
     port: int
     environment: dict[str, str] = field(default_factory=dict)
     behind: tuple[int, ...] = ()  # further ports that must be healthy
-    hands_over: bool = False  # whether it has handovers and can say how long they take
 
     @property
     def url(self) -> str:
@@ -65,9 +64,8 @@ VLLM_AGGREGATED = "vllm-aggregated"
 
 def tandem_systems(model: Path) -> list[System]:
     """The machine's cores are divided among the nodes, so both layouts have all of them."""
-
     return [
-        replace(tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"), hands_over=True),
+        tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"),
         tandem_system(TANDEM_AGGREGATED, "Tandem aggregated", model, "--aggregated", "1"),
     ]
 
@@ -76,7 +74,7 @@ def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
     """Returns `tandem serve` from this source tree, in whatever folder the benchmark runs."""
     port = free_port()
     command = (sys.executable, "-m", "tandem.cluster.cli", "serve", "--model", str(model), "--port", str(port), *flags)
-    return System(key, title, command, port, {"PYTHONPATH": str(_TREE)})
+    return System(key, title, command, port, {"PYTHONPATH": str(TREE)})
 
 
 def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
@@ -114,7 +112,7 @@ def tandem_with_vllm(model: Path, vllm: Path) -> System:
     half = max(1, (os.cpu_count() or 2) // 2)
     cores = {"prefill": f"0-{half - 1}", "decode": f"{half}-{2 * half - 1}"}
     pools = [
-        f"pools.{pool}.env={{PYTHONPATH: {_TREE}, VLLM_CPU_OMP_THREADS_BIND: '{bound}'}}"
+        f"pools.{pool}.env={{PYTHONPATH: {TREE}, VLLM_CPU_OMP_THREADS_BIND: '{bound}'}}"
         for pool, bound in cores.items()
     ]
     return tandem_system(

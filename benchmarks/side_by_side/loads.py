@@ -109,19 +109,6 @@ class LoadQuestions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLoad:
-    cell: str
-    timelines: list[Timeline]
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
-    first_ttft_s: float  # time to the first token of the system's first request
-    measured: list[MeasuredLoad]
-
-
 class Examiner:
     """Sends one system all loads, one after another."""
 
@@ -135,10 +122,11 @@ class Examiner:
         self._console = console
         self._title = title
 
-    def examine(self) -> Examination:
+    def examine(self) -> tuple[float, list[LoadStream]]:
+        """Returns the seconds to the first token of the system's first request, and the loads, each labelled as in `cells_of`."""
         return asyncio.run(self._examine())
 
-    async def _examine(self) -> Examination:
+    async def _examine(self) -> tuple[float, list[LoadStream]]:
         plan, questions = self._plan, self._questions
         async with HttpClient(self._address) as http:
             api = Api(http, self._shape)
@@ -150,7 +138,7 @@ class Examiner:
             measured += await self._chats_beside_long(api)
             await self._warm_up(api, questions.shared[:1])
             measured.append(await self._closed(api, SHARED, questions.shared[1:], plan.shared_users, plan.at_most_s))
-        return Examination(first.ttft, measured)
+        return first.ttft, measured
 
     async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> list[Timeline]:
         load = LoadStream("warm-up", api, sessions, concurrency=1)
@@ -162,12 +150,12 @@ class Examiner:
 
     async def _closed(
         self, api: Api, cell: str, sessions: Sequence[Session], users: int, at_most_s: float
-    ) -> MeasuredLoad:
+    ) -> LoadStream:
         load = LoadStream(cell, api, sessions, concurrency=users)
         await self._run(load.run(at_most_s), [load])
-        return MeasuredLoad(cell, load.timelines, load.duration_s)
+        return load
 
-    async def _chats_beside_long(self, api: Api) -> list[MeasuredLoad]:
+    async def _chats_beside_long(self, api: Api) -> list[LoadStream]:
         """Chats run for exactly as long as there are long prompts to be answered."""
         plan, questions = self._plan, self._questions
         chats = LoadStream(BESIDE, api, questions.chats_beside, concurrency=plan.chat_users)
@@ -182,7 +170,7 @@ class Examiner:
                 chats.stop()
 
         await self._run(both(), [chats, long])
-        return [MeasuredLoad(load.label, load.timelines, load.duration_s) for load in (chats, long)]
+        return [chats, long]
 
     async def _run(self, run: Coroutine[None, None, None], loads: list[LoadStream]) -> None:
         await with_progress(run, loads, self._console, f"{self._title}, {loads[0].label}")

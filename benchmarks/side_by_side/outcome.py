@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.lib.servers import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
-from benchmarks.lib.tables import Floor, at_least, at_most, seen
+from benchmarks.lib.tables import Floor, at_least, at_most, seen, table_of
 from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
 from tandem.loadgen.metrics import Summary
 
@@ -192,20 +192,16 @@ def shown(outcome: ComparisonOutcome) -> Iterator[Table | Text]:
 
 def _table(outcome: ComparisonOutcome) -> Table:
     runs = 1 + max((examined.run for examined in outcome.examined), default=0)
-    table = Table(title=f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run", title_justify="left")
-    table.add_column("load")
-    table.add_column("system")
-    for name in (*_COLUMNS, "failed"):
-        table.add_column(name, justify="right")
+    title = f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run"
+    rows = []
     for cell in outcome.cells:
-        for system, title in outcome.titles.items():
+        for system, name in outcome.titles.items():
             summaries = [e.summary for e in outcome.examined if (e.system, e.cell) == (system, cell)]
             if summaries:
+                figures = {head: _cell(figure(outcome, system, cell, reading)) for head, reading in _COLUMNS.items()}
                 failed = sum(summary.failed for summary in summaries)
-                figures = [_cell(figure(outcome, system, cell, reading)) for reading in _COLUMNS.values()]
-                table.add_row(cell, title, *figures, str(failed) if failed else "")
-        table.add_section()
-    return table
+                rows.append({"load": cell, "system": name, **figures, "failed": failed or ""})
+    return table_of(title, rows, left=2)
 
 
 def _cell(value: Figure | None) -> str:

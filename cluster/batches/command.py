@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -20,6 +20,7 @@ from tandem.cluster.batches.job import (
     BatchClient,
     Counts,
     JobNote,
+    ServersJob,
     digest_of,
     endpoint_of,
     note_beside,
@@ -88,7 +89,7 @@ def _server(args: argparse.Namespace, console: Console) -> Iterator[str]:
 def _answered(client: BatchClient, args: argparse.Namespace, digest: str, endpoint: str, console: Console) -> int:
     note = read_note(args.output)
     found = client.look(note.batch_id) if note is not None and note.input_digest == digest else None
-    if note is not None and found is not None and found["status"] not in ("failed", "cancelled"):
+    if note is not None and found is not None and found.status not in ("failed", "cancelled"):
         console.print(f"going on with {note.batch_id}", highlight=False)
     else:
         note = JobNote(client.begin(args.input, endpoint, args.window), digest)
@@ -115,25 +116,24 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _fetched(client: BatchClient, args: argparse.Namespace, batch: dict[str, Any]) -> int:
-    if batch["status"] == "failed":
+def _fetched(client: BatchClient, args: argparse.Namespace, batch: ServersJob) -> int:
+    if batch.status == "failed":
         note_beside(args.output).unlink(missing_ok=True)
         client.forget(batch)
-        mistakes = (batch["errors"] or {}).get("data", [])
-        lines = [f"line {each['line']}: {each['message']}" if each["line"] else each["message"] for each in mistakes]
-        raise ConfigurationError(f"{args.input} is no batch:\n" + "\n".join(lines))
-    client.fetch(batch["output_file_id"], args.output)
+        mistakes = batch.errors.data if batch.errors is not None else []
+        raise ConfigurationError("\n".join([f"{args.input} is no batch:", *map(str, mistakes)]))
+    client.fetch(batch.output_file_id, args.output)
     errors = args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
-    if batch["error_file_id"]:
-        client.fetch(batch["error_file_id"], errors)
+    if batch.error_file_id:
+        client.fetch(batch.error_file_id, errors)
     else:
         errors.unlink(missing_ok=True)
     client.forget(batch)
     note_beside(args.output).unlink(missing_ok=True)
-    counts = batch["request_counts"]
-    written = [str(args.output), *([str(errors)] if batch["error_file_id"] else [])]
+    counts = batch.request_counts
+    written = [str(args.output), *([str(errors)] if batch.error_file_id else [])]
     if wants_json(args):
-        print_json({"status": batch["status"], **counts, "files": written})
+        print_json({"status": batch.status, **msgspec.structs.asdict(counts), "files": written})
     else:
-        print(f"{batch['status']}: {counts['completed']} of {counts['total']} requests answered; {', '.join(written)}")
-    return 0 if counts["completed"] == counts["total"] else 1
+        print(f"{batch.status}: {counts.completed} of {counts.total} requests answered; {', '.join(written)}")
+    return 0 if counts.completed == counts.total else 1

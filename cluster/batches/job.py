@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from tandem.base.errors import ConfigurationError, RequestError, TandemError, Unavailable
-from tandem.cluster.api_client import ApiClient
+from tandem.cluster.api_client import ApiClient, decoded
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 LOOK_S = 1.0
@@ -37,6 +37,35 @@ class Counts(msgspec.Struct, frozen=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+
+
+class _UploadedFile(msgspec.Struct):
+    id: str
+
+
+class JobMistake(msgspec.Struct):
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.message}" if self.line else self.message
+
+
+class _JobMistakes(msgspec.Struct):
+    data: list[JobMistake] = []
+
+
+class ServersJob(msgspec.Struct):
+    """The job, as the server tells of it."""
+
+    id: str
+    status: str
+    request_counts: Counts = Counts()
+    input_file_id: str | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: _JobMistakes | None = None
+    estimated_completion_at: float | None = None
 
 
 def digest_of(path: Path) -> str:
@@ -67,17 +96,12 @@ class BatchClient:
 
     def begin(self, path: Path, endpoint: str, window: str) -> str:
         """Sends the file and asks for the job. Returns its id."""
-        try:
-            with path.open("rb") as file:
-                response = self._api.http.post(
-                    "/v1/files", files={"file": (path.name, file)}, data={"purpose": "batch"}, timeout=UPLOAD
-                )
-        except httpx.HTTPError as error:
-            raise self._api.unreachable(error) from error
-        if response.is_error:
-            raise self._api.refused(response)
+        with path.open("rb") as file:
+            sent: dict[str, Any] = {"files": {"file": (path.name, file)}, "data": {"purpose": "batch"}}
+            response = self._api.answered(lambda: self._api.http.post("/v1/files", timeout=UPLOAD, **sent))
+        file_id = decoded(f"{self._api.url}/v1/files", response.content, _UploadedFile).id
         body = {
-            "input_file_id": response.json()["id"],
+            "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "metadata": {"input": path.name[:512]},
@@ -85,30 +109,29 @@ class BatchClient:
         try:
             made = self._api.post("/v1/batches", msgspec.json.encode(body), httpx.Timeout(30.0))
         except RequestError:
-            self.forget(body)
+            self._forget([file_id])
             raise
-        return str(made.json()["id"])
+        return decoded(f"{self._api.url}/v1/batches", made.content, ServersJob).id
 
     def cancel(self, batch_id: str) -> None:
         with contextlib.suppress(TandemError):
             self._api.post(f"/v1/batches/{batch_id}/cancel", b"{}", httpx.Timeout(30.0))
 
-    def look(self, batch_id: str) -> dict[str, Any] | None:
+    def look(self, batch_id: str) -> ServersJob | None:
         """Returns the job as it is now, or None for one that the server does not have."""
         try:
-            found: dict[str, Any] = self._api.get(f"/v1/batches/{batch_id}").json()
+            return self._api.read(f"/v1/batches/{batch_id}", ServersJob)
         except RequestError as error:
             if " answered 404" in str(error):
                 return None
             raise
-        return found
 
     def follow(
         self,
         batch_id: str,
         show: Callable[[str, Counts, float | None], None],
         sleep: Callable[[float], None] = time.sleep,
-    ) -> dict[str, Any]:
+    ) -> ServersJob:
         """Waits for the job's end, and returns it. A server that does not answer is waited for. `show` is told the status,
         how many lines are answered, and when all are expected to be."""
         silent_since: float | None = None
@@ -125,9 +148,8 @@ class BatchClient:
             silent_since = None
             if batch is None:
                 raise Unavailable(f"the server has no batch {batch_id} any more: call again to begin another")
-            counts = msgspec.convert(batch["request_counts"], Counts)
-            show(batch["status"], counts, batch.get("estimated_completion_at"))
-            if batch["status"] in ENDED:
+            show(batch.status, batch.request_counts, batch.estimated_completion_at)
+            if batch.status in ENDED:
                 return batch
             sleep(LOOK_S)
 
@@ -137,7 +159,9 @@ class BatchClient:
         try:
             with part.open("wb") as out:
                 if file_id is not None:
-                    self._stream_to(file_id, out.write)
+                    with self._api.streamed("GET", f"/v1/files/{file_id}/content", timeout=UPLOAD) as response:
+                        for data in response.iter_bytes():
+                            out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(target)
@@ -146,23 +170,14 @@ class BatchClient:
         finally:
             part.unlink(missing_ok=True)
 
-    def _stream_to(self, file_id: str, write: Callable[[bytes], object]) -> None:
-        try:
-            with self._api.http.stream("GET", f"/v1/files/{file_id}/content", timeout=UPLOAD) as response:
-                if response.is_error:
-                    response.read()
-                    raise self._api.refused(response)
-                for data in response.iter_bytes():
-                    write(data)
-        except httpx.HTTPError as error:
-            raise self._api.unreachable(error) from error
-
-    def forget(self, batch: dict[str, Any]) -> None:
+    def forget(self, batch: ServersJob) -> None:
         """Deletes the job's files at the server, which are here now."""
-        for name in ("input_file_id", "output_file_id", "error_file_id"):
-            if batch.get(name):
-                with contextlib.suppress(httpx.HTTPError, TandemError):
-                    self._api.http.delete(f"/v1/files/{batch[name]}")
+        self._forget([batch.input_file_id, batch.output_file_id, batch.error_file_id])
+
+    def _forget(self, file_ids: Iterable[str | None]) -> None:
+        for file_id in filter(None, file_ids):
+            with contextlib.suppress(httpx.HTTPError):
+                self._api.http.delete(f"/v1/files/{file_id}")
 
 
 def note_beside(output: Path) -> Path:

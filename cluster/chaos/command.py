@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.flags import adder
-from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.api_client import ApiClient, checked_url, key_from_environment
 from tandem.cluster.chaos.conductor import Conductor
 from tandem.cluster.chaos.plan import (
     Blow,
@@ -30,10 +30,10 @@ from tandem.cluster.chaos.plan import (
     make_plan,
     processes_of,
 )
-from tandem.cluster.chaos.probes import Probes
-from tandem.cluster.chaos.report import ChaosReport, Traffic, blow_reports, bounds, judge, print_report, traffic_of
+from tandem.cluster.chaos.probes import Probes, Traffic
+from tandem.cluster.chaos.report import ChaosReport, bounds, judge, print_report, with_gaps
 from tandem.cluster.commands.options import add_address
-from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.orders import TimeoutsOrder, ViewOrder
 from tandem.cluster.saving import check_file, results_folder, write_json
@@ -82,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
         kinds=tuple(ProcessKind(name) for name in options.to or ()),
         blows=tuple(dict.fromkeys(Blow(name) for name in options.blow or (blow.value for blow in Blow))),
     )  # fmt: skip
+    if options.url is not None:
+        checked_url(options.url)
     if not 1 <= options.users <= 1000:
         raise ConfigurationError(f"--users must be from 1 to 1000, not {options.users}")
     # Standard output goes to the log while the cluster is joined, and with -o json it is for JSON only.
@@ -99,14 +101,16 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(report, Intent):
         print_found(options, report)
         return 0
+    print_found(options, report, lambda: print_report(console, report))
     folder = results_folder(options.out)
-    write_json(report, folder / "chaos.json")
-    with (folder / "chaos.txt").open("w", encoding="utf-8") as text:
-        print_report(Console(file=text, width=_WIDTH), report)
-    if wants_json(options):
-        print_json(report)
-    else:
-        print_report(console, report)
+    try:
+        write_json(report, folder / "chaos.json")
+        with (folder / "chaos.txt").open("w", encoding="utf-8") as text:
+            print_report(Console(file=text, width=_WIDTH), report)
+    except (OSError, ConfigurationError) as error:  # the report has been printed
+        print(f"tandem: the report is not kept: {error}", file=sys.stderr)
+        return 1
+    if not wants_json(options):
         console.print(f"saved: {folder / 'chaos.json'}", style="dim")
     return 1 if report.faults else 0
 
@@ -191,7 +195,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         )
     before = finished(urls, key)
     await _carry_out(conductor, plan, probes, rules.minutes * 60)
-    traffic = traffic_of(probes.counts) if probes else own_traffic(before, finished(urls, key))
+    traffic = probes.counts if probes else own_traffic(before, finished(urls, key))
     back_s, left = await conductor.until_quiet() if probes else (None, [])
     report = ChaosReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,7 +203,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         model=view.model,
         seed=rules.seed,
         minutes=rules.minutes,
-        blows=blow_reports(conductor.struck, probes.counts if probes else None),
+        blows=with_gaps(conductor.struck, conductor.began, probes.gaps) if probes else conductor.struck,
         traffic=traffic,
         blocks_back_after_s=back_s,
         left_behind=left,

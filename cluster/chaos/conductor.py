@@ -43,7 +43,7 @@ class ProcessAccess(Protocol[V]):
     async def send(self, victim: V, number: signal.Signals, wake_after_s: float | None) -> None: ...
 
 
-class StrikeReport(msgspec.Struct, frozen=True):
+class BlowReport(msgspec.Struct, frozen=True):
     at_s: float
     blow: Blow
     kind: ProcessKind
@@ -51,7 +51,8 @@ class StrikeReport(msgspec.Struct, frozen=True):
     machine: str
     stop_s: float
     whole_after_s: float | None  # None: not within WHOLE_WITHIN_S
-    began: float  # on this process's monotonic clock
+    # Of any answer before the cluster was whole; None for a cluster's own traffic, which is not timed
+    longest_gap_s: float | None = None
     detail: str = ""
 
 
@@ -62,12 +63,13 @@ class Conductor(Generic[V]):
         self._access = access
         self._say = say
         self._look_every_s = look_every_s
-        self.struck: list[StrikeReport] = []
+        self.struck: list[BlowReport] = []
+        self.began = 0.0  # of the plan, on this process's monotonic clock
         self.failure = ""  # why a blow could not be dealt; "" if all were
 
     async def run(self, plan: Sequence[Strike]) -> None:
         """Ends early if the cluster does not become whole or a blow cannot be dealt, because further blows would prove nothing."""
-        began = time.monotonic()
+        self.began = began = time.monotonic()
         for strike in plan:
             await asyncio.sleep(max(0.0, began + strike.at_s - time.monotonic()))
             try:
@@ -82,7 +84,7 @@ class Conductor(Generic[V]):
                 return
             self._say(f"{struck.name}: whole again after {struck.whole_after_s:.1f} s")
 
-    async def _strike(self, strike: Strike, began: float) -> StrikeReport:
+    async def _strike(self, strike: Strike, began: float) -> BlowReport:
         view = await self._access.view()
         name = strike.choose(processes_of(view)[strike.kind])
         victim = await self._access.find(name)
@@ -91,10 +93,8 @@ class Conductor(Generic[V]):
         hit_at = time.monotonic()
         number = signal.SIGKILL if kill else signal.SIGSTOP
         await self._access.send(victim, number, None if kill else strike.stop_s)
-        struck = StrikeReport(
-            hit_at - began, strike.blow, strike.kind, name, machine_of(view, name), 0.0 if kill else strike.stop_s,
-            None, hit_at,
-        )  # fmt: skip
+        stop_s = 0.0 if kill else strike.stop_s
+        struck = BlowReport(hit_at - began, strike.blow, strike.kind, name, machine_of(view, name), stop_s, None)
         if not kill:
             await asyncio.sleep(strike.stop_s)
         try:

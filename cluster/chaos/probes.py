@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -32,17 +32,23 @@ class ProbeQuestion:
     answer: str | None = None  # None: the cluster's answers differ even without blows
 
 
-@dataclass
-class ProbeCounts:
+class Traffic(msgspec.Struct):
+    """What clients experienced. For a cluster's own traffic, the routers' counters tell only requests and errors."""
+
+    source: str  # "probes" or "own"
     requests: int = 0
     right: int = 0
     unchecked: int = 0  # finished, but the question has no single answer
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = []
     refused: int = 0  # with a status and a reason, before the first byte
-    failed: dict[str, int] = field(default_factory=dict)  # ended with an error event, by its code
-    lost: dict[str, int] = field(default_factory=dict)  # ended without a word, or did not end
-    examples: dict[str, str] = field(default_factory=dict)
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # begin and end, on the monotonic clock
+    failed: dict[str, int] = {}  # ended with an error event, by its code
+    lost: dict[str, int] = {}  # ended without a word, or did not end
+    examples: dict[str, str] = {}
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that were admitted and got no whole answer."""
+        return sum(self.failed.values()) + sum(self.lost.values())
 
 
 class _UnfinishedAnswer(Exception):
@@ -67,7 +73,8 @@ class Probes:
     ) -> None:
         """`salted`: each request has a salt of its own, so that its answer comes from no cache."""
         self._salted = salted
-        self.counts = ProbeCounts()
+        self.counts = Traffic("probes")
+        self.gaps: list[tuple[float, float]] = []  # begin and end, on the monotonic clock
         self._url = url  # returns the URL of a router that serves
         self._users = users
         self._random = random.Random(seed)
@@ -112,7 +119,7 @@ class Probes:
                 ) from error
         for question, first, again in zip(self.questions, alone, together, strict=True):
             question.answer = first if first == again else None
-        self.counts.gaps.clear()
+        self.gaps.clear()
         return sum(one.answer is not None for one in self.questions)
 
     async def run(self, ending: asyncio.Event) -> None:
@@ -181,7 +188,7 @@ class Probes:
     def _note_gap(self, last: float) -> float:
         now = time.monotonic()
         if now - last >= NOTED_GAP_S:
-            self.counts.gaps.append((last, now))
+            self.gaps.append((last, now))
         return now
 
 

@@ -10,40 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.cluster.chaos.conductor import StrikeReport
-from tandem.cluster.chaos.probes import ProbeCounts, longest_gap
-
-
-class Traffic(msgspec.Struct):
-    """What clients experienced. For a cluster's own traffic, the routers' counters tell only requests and errors."""
-
-    source: str  # "probes" or "own"
-    requests: int = 0
-    right: int = 0
-    unchecked: int = 0
-    wrong: list[str] = []
-    refused: int = 0
-    failed: dict[str, int] = {}
-    lost: dict[str, int] = {}
-    examples: dict[str, str] = {}
-
-    @property
-    def unanswered(self) -> int:
-        """Requests that were admitted and got no whole answer."""
-        return sum(self.failed.values()) + sum(self.lost.values())
-
-
-class BlowReport(msgspec.Struct):
-    at_s: float
-    blow: str
-    kind: str
-    name: str
-    machine: str
-    stop_s: float
-    whole_after_s: float | None
-    # Of any answer before the cluster was whole; None for a cluster's own traffic, which is not timed
-    longest_gap_s: float | None
-    detail: str = ""
+from tandem.cluster.chaos.conductor import BlowReport
+from tandem.cluster.chaos.probes import Traffic, longest_gap
 
 
 class ChaosReport(msgspec.Struct):
@@ -61,20 +29,14 @@ class ChaosReport(msgspec.Struct):
     bounds: list[str] = []
 
 
-def blow_reports(struck: Sequence[StrikeReport], counts: ProbeCounts | None) -> list[BlowReport]:
-    return [
-        BlowReport(
-            one.at_s, one.blow.value, one.kind.value, one.name, one.machine, one.stop_s, one.whole_after_s,
-            None if counts is None else longest_gap(counts.gaps, one.began, one.began + (one.whole_after_s or 1e9)),
-            one.detail,
-        )
-        for one in struck
-    ]  # fmt: skip
+def with_gaps(struck: Sequence[BlowReport], began: float, gaps: Sequence[tuple[float, float]]) -> list[BlowReport]:
+    """`began`: on the clock of the gaps."""
 
+    def longest(one: BlowReport) -> float:
+        hit_at = began + one.at_s
+        return longest_gap(gaps, hit_at, hit_at + (one.whole_after_s or 1e9))
 
-def traffic_of(counts: ProbeCounts) -> Traffic:
-    fields = {name: getattr(counts, name) for name in Traffic.__struct_fields__ if name != "source"}
-    return Traffic("probes", **fields)
+    return [msgspec.structs.replace(one, longest_gap_s=longest(one)) for one in struck]
 
 
 def judge(report: ChaosReport) -> list[str]:

@@ -61,14 +61,8 @@ class ChatClient:
     def reply(self, model: str, messages: list[Message], sampling: dict[str, Any]) -> Generator[str, None, None]:
         """Yields the answer piece by piece. Closing the generator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **sampling}
-        try:
-            with self._api.http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                    raise self._api.refused(response)
-                yield from _pieces(response.iter_lines())
-        except httpx.HTTPError as error:
-            raise self._api.unreachable(error) from error
+        with self._api.streamed("POST", "/v1/chat/completions", json=body) as response:
+            yield from _pieces(response.iter_lines())
 
     def close(self) -> None:
         self._api.close()

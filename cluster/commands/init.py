@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -36,7 +37,7 @@ def cluster_settings(cluster: str | None) -> Layer:
 
 
 def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[FilePath]:
-    """Returns the files that it wrote. Raises ConfigurationError, and writes none, if one of them exists."""
+    """Returns the files that it wrote. Raises ConfigurationError, and leaves none, if one of them exists or cannot be written."""
     files = {"tandem.yaml": commented(settings)}
     if cluster == "kuberay":
         source = _manifests() / "kuberay"
@@ -55,11 +56,15 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
         raise ConfigurationError(
             f"{', '.join(there)} would be overwritten: name another folder, or move the files away"
         )
+    new = [file for file in targets if not file.exists()]
     for file, text in targets.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
+            for made in new:  # they would be in the way of the next try
+                with contextlib.suppress(OSError):
+                    made.unlink()
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
     return list(targets)
 

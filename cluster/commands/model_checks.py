@@ -44,10 +44,12 @@ def check_context(config: TandemConfig) -> None:
             if getattr(written.get_text_config(), "max_position_embeddings", None) is None:
                 return
             raise
-        limit, token = engine.cache.memory_bytes, _token_bytes(written, config, engine.cache.dtype)
-        if limit is not None and token and token * length > limit and config.pools.of(role).ranks == 1:
+        limit, size = engine.cache.memory_bytes, engine.cache.block_size
+        blocks = -(-length // size) + 1  # one is the null block
+        needed = blocks * size * _token_bytes(written, config, engine.cache.dtype)
+        if limit is not None and needed > limit and config.pools.of(role).ranks == 1:
             raise ConfigurationError(
-                f"the KV cache of each {role.value} node needs {format_size(token * length)} for one request of {length} tokens, and may use "
+                f"the KV cache of each {role.value} node needs {format_size(needed)} for one request of {length} tokens, and may use "
                 f"{format_size(limit)}: raise --kv-memory, or accept shorter requests with --max-model-len"
             )
 

@@ -285,8 +285,10 @@ class _Serving:
         console.print(f"\nfinishing what is running (up to {limit:.0f} s; once more to end at once)")
         drain, _ = await first_of(controller.drain(limit), self._interrupts.second.wait())
         finished = has_ended(drain) and _drained(drain)
-        console.print("everything was finished" if finished else "ended before everything was finished")
-        return 0
+        console.print(
+            "everything was finished" if finished else "ended before everything was finished: requests were lost"
+        )
+        return 0 if finished else 1
 
 
 def _drained(drain: asyncio.Future[bool]) -> bool:

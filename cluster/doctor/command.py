@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.commands.setting_options import add_settings, read_settings
@@ -82,8 +83,9 @@ def run_checks(checks: Mapping[str, Check], report: Callable[[list[str]], object
         report(list(left))
         return found
 
-    with ThreadPoolExecutor(max_workers=len(checks)) as pool:
-        return list(pool.map(run, checks.keys(), checks.values()))
+    # After Ctrl-C no check is waited for.
+    begun = [in_own_thread(subject, partial(run, subject, check)) for subject, check in checks.items()]
+    return [each.result() for each in begun]
 
 
 _MARKS = {Level.OK: "[green]OK  [/]", Level.WARN: "[yellow]WARN[/]", Level.FAIL: "[red]FAIL[/]"}

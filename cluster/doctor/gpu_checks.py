@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.cluster.doctor.machine_checks import Check, Finding, Level, has_gpu
+from tandem.cluster.doctor.machine_checks import Check, Finding, has_gpu, ok, warn
 from tandem.machine.pci import Distance, PciDevice, RdmaDevice, gpus, nearest, rdma_devices, read_text
 
 _OPEN_SINCE = 515  # the driver whose open kernel modules export dma-buf
@@ -38,11 +38,7 @@ def check_gpu_direct(root: Path) -> Finding:
     """Whether RDMA devices read and write GPU memory by themselves."""
     driver, is_open = _driver(root)
     if any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
-        return Finding(
-            "gpudirect",
-            Level.OK,
-            f"nvidia-peermem is loaded (driver {driver or 'unknown'}): RDMA devices read GPUs' memory themselves",
-        )
+        return ok(f"nvidia-peermem is loaded (driver {driver or 'unknown'}): RDMA devices read GPUs' memory themselves")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
     missing = []
     if not is_open:
@@ -52,14 +48,8 @@ def check_gpu_direct(root: Path) -> Finding:
     if _version(kernel) < _DMABUF_SINCE:
         missing.append(f"Linux is {kernel or 'unknown'}, and {'.'.join(map(str, _DMABUF_SINCE))} is needed")
     if not missing:
-        return Finding(
-            "gpudirect",
-            Level.OK,
-            f"dma-buf (open kernel modules {driver}, Linux {kernel}): RDMA devices read GPUs' memory themselves",
-        )
-    return Finding(
-        "gpudirect",
-        Level.WARN,
+        return ok(f"dma-buf (open kernel modules {driver}, Linux {kernel}): RDMA devices read GPUs' memory themselves")
+    return warn(
         f"RDMA devices cannot read GPUs' memory: nvidia-peermem is not loaded, and for dma-buf {' and '.join(missing)}",
         "modprobe nvidia-peermem on the machine itself (the driver brings it, the GPU operator loads it with driver.rdma.enabled), or "
         "install the driver's open kernel modules; until then KV on GPUs passes through host memory",
@@ -90,21 +80,19 @@ def check_nearest(root: Path) -> Finding:
     """Names the RDMA devices that the node on each GPU uses."""
     cards, devices = gpus(root), rdma_devices(root)
     if not cards:
-        return Finding("nearest", Level.OK, "the kernel does not say where the GPUs are: UCX chooses RDMA devices")
+        return ok("the kernel does not say where the GPUs are: UCX chooses RDMA devices")
     if not any(device.ports for device in devices):
-        return Finding("nearest", Level.OK, "no RDMA port is active; see the finding on rdma")
+        return ok("no RDMA port is active; see the finding on rdma")
     found = [nearest(card, devices) for card in cards]
     what = "; ".join(_said(*each) for each in zip(cards, found, strict=True))
     far = [card.name for card, (_, how) in zip(cards, found, strict=True) if how is Distance.MACHINE]
     if far and len({device.device.numa for device in devices} | {card.numa for card in cards}) > 1:
-        return Finding(
-            "nearest",
-            Level.WARN,
+        return warn(
             what,
             f"put prefill and decode nodes on other GPUs than {', '.join(far)}, or an RDMA device beside these: what they send crosses "
             "between processors",
         )
-    return Finding("nearest", Level.OK, what)
+    return ok(what)
 
 
 def _said(card: PciDevice, found: tuple[Sequence[RdmaDevice], Distance]) -> str:
@@ -119,16 +107,10 @@ def check_pods(root: Path) -> Finding:
     """CUDA's IPC, by which one process opens another's GPU memory, works within one IPC and one PID namespace."""
     ipc, pid = (_link(root / "proc/self/ns" / name) for name in ("ipc", "pid"))
     if (ipc, pid) == (_FIRST_IPC, _FIRST_PID):
-        return Finding(
-            "pods",
-            Level.OK,
-            "in the machine's own IPC and PID namespaces: its processes open each other's GPU memory (cuda_ipc)",
-        )
-    return Finding(
-        "pods",
-        Level.OK,
+        return ok("in the machine's own IPC and PID namespaces: its processes open each other's GPU memory (cuda_ipc)")
+    return ok(
         "in a container: its processes open each other's GPU memory (cuda_ipc); those of other containers here are reached over the network "
-        "alone, unless they share this one's IPC and PID namespaces. Put all nodes of a machine into one pod",
+        "alone, unless they share this one's IPC and PID namespaces. Put all nodes of a machine into one pod"
     )
 
 

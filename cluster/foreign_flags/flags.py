@@ -90,9 +90,7 @@ def _offloading(values: list[str]) -> list[Assignment]:
 
 
 def _keys(values: list[str]) -> list[Assignment]:
-    from tandem.router.config import (
-        name_of_key,  # not at the top: `--help` reads this module, and that import takes time
-    )
+    from tandem.router.config import name_of_key  # here: `--help` reads this module, and that import takes time
 
     keys = [{"name": name_of_key(key), "key": key} for key in values]
     return [("router.api_keys", json.dumps(keys))]
@@ -113,13 +111,17 @@ def _adapters(values: list[str]) -> list[Assignment]:
     return [("model.adapters", json.dumps(adapters))]
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise RefusedValue(f"is not a JSON object: {text[:80]!r}") from None
+
+
 def _speculation(values: list[str]) -> list[Assignment]:
     """The value is an object with `num_speculative_tokens`, and `model` for a draft model; `method` chooses between the ways to guess.
     A model's own head has many methods' names: vLLM has one for each kind of model, such as `deepseek_mtp`."""
-    try:
-        described = dict(json.loads(values[0]))
-    except (ValueError, TypeError):
-        raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
+    described = _object(values[0])
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
     if str(method).endswith("mtp"):
@@ -141,10 +143,7 @@ _NOT_OURS = ("hwm", "max_queue_size")  # sizes of vLLM's own queues
 
 def _events(values: list[str]) -> list[Assignment]:
     """The value is an object, as of vLLM's KVEventsConfig."""
-    try:
-        described = dict(json.loads(values[0]))
-    except (ValueError, TypeError):
-        raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
+    described = _object(values[0])
     is_on = bool(described.pop("enable_kv_cache_events", False))
     publisher = described.pop("publisher", None) or ("zmq" if is_on else "null")
     if publisher not in ("zmq", "null"):
@@ -196,20 +195,8 @@ TOOL_FORMATS = {
     "functiongemma": "function_gemma",
 }
 REASONING_FORMATS = {
-    **dict.fromkeys(
-        (
-            "deepseek_r1",
-            "deepseek-r1",
-            "deepseek_v3",
-            "deepseek-v3",
-            "qwen3",
-            "glm45",
-            "kimi_k2",
-            "minimax_m2",
-            "olmo3",
-        ),
-        "think",
-    ),
+    **dict.fromkeys(("deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3", "glm45"), "think"),
+    **dict.fromkeys(("kimi_k2", "minimax_m2", "olmo3"), "think"),
     "openai_gptoss": "harmony",
     "gpt-oss": "harmony",
     "seed_oss": "seed_think",

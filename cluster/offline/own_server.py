@@ -52,7 +52,7 @@ class OwnServer:
                     break
                 data = os.read(out.fileno(), 65536)
                 text += data
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, LookupError):  # not whole yet, or the reason why it ends
                     return str(json.loads(text)["url"])
                 if not data:
                     raise self._refused()

@@ -25,7 +25,9 @@ WANTED = "wanted"  # the resources that a deployment's nodes take of machines; t
 WANTED_LABELS = "wanted-labels"
 # Followed by a name: that deployment was started and has not ended; the default namespace
 _STANDS = "stands-"
-_PLACING = RayStateStore("placing", NAMESPACE)
+# Followed by a number: the turns to place nodes, of which only the one with the highest number counts. Its value is its holder, or
+# nothing when it is over.
+_PLACING = "placing-"
 # A controller that is killed while it places nodes holds the lock; the others break it when it is this old.
 LONGEST_S = 30.0
 _ASK_AGAIN_S = 0.1
@@ -88,26 +90,49 @@ class Neighbours:
         if not await self.names():
             yield
             return
-        mine = f"{self._name} {time.time()}".encode()
-        seen: bytes | None = None
+        seen: tuple[int, bytes] | None = None
         since = time.monotonic()
-        while not await _PLACING.save_first(mine):
-            held = await _PLACING.load()
-            if held != seen:
-                seen, since = held, time.monotonic()
+        while True:
+            last = max(await _turns(), default=0)
+            held = await _turn(last).load() or b""
+            if (last, held) != seen:
+                seen, since = (last, held), time.monotonic()
             # Also by our own watch: the head's clock may have been set back since.
-            if held is not None and max(_age_s(held), time.monotonic() - since) > LONGEST_S:
+            is_late = bool(held) and max(_age_s(held), time.monotonic() - since) > LONGEST_S
+            if is_late:
                 logger.warning(
-                    "the deployment %s took more than 30 s to place its nodes: its lock on placement is broken",
+                    "the deployment %s took more than 30 s to place its nodes: another one does not wait for it",
                     held.decode().partition(" ")[0],
                 )
-                await _PLACING.forget()
+            if (is_late or not held) and await self._take(last + 1):
+                break
             await asyncio.sleep(_ASK_AGAIN_S)
         try:
             yield
         finally:
-            if await _PLACING.load() == mine:
-                await _PLACING.forget()
+            await _turn(last + 1).save(b"")
+
+    async def _take(self, number: int) -> bool:
+        """Takes the turn with this number. Returns False if another deployment took it: of all that do not wait for the turn before it,
+        one gets it. So the highest turn is never forgotten."""
+        if not await _turn(number).save_first(f"{self._name} {time.time()}".encode()):
+            return False
+        turns = await _turns()
+        if number < max(turns):  # it had been taken, and forgotten after a later one
+            await _turn(number).forget()
+            return False
+        for earlier in turns:
+            if earlier != number:
+                await _turn(earlier).forget()
+        return True
+
+
+def _turn(number: int) -> RayStateStore:
+    return RayStateStore(f"{_PLACING}{number}", NAMESPACE)
+
+
+async def _turns() -> list[int]:
+    return [int(key.removeprefix(_PLACING)) for key in await names_under(_PLACING, NAMESPACE)]
 
 
 async def _wanted_by(name: str) -> list[Offer]:

@@ -1,8 +1,10 @@
-"""Reads the steps in a scheduler trace's files. A trace can be larger than memory, so a step is read only when it is shown."""
+"""Reads the steps in a scheduler trace's files. A trace can be larger than memory, so a step is read only when it is shown. The files are
+mapped once, because a node that serves puts another one in their place when one is full."""
 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,7 +66,8 @@ class TraceReader:
     """Numbers the steps by their place in the trace, from 0: a node that was restarted counts its own steps from 0 again."""
 
     def __init__(self, path: Path) -> None:
-        self._files = files_of(path)
+        self._files = [file for file in files_of(path) if file.stat().st_size]
+        self._contents = [_mapped(file) for file in self._files]
         self._places: list[_Place] = []
         header: TraceHeader | None = None
         for index in range(len(self._files)):
@@ -75,9 +78,8 @@ class TraceReader:
 
     def __getitem__(self, place: int) -> TracedStep:
         at = self._places[place]
-        with self._files[at.file].open("rb") as file:
-            file.seek(at.offset)
-            records = [msgspec.json.decode(line, type=TraceRecord) for line in file.read(at.size).splitlines()]
+        lines = self._contents[at.file][at.offset : at.offset + at.size].splitlines()
+        records = [msgspec.json.decode(line, type=TraceRecord) for line in lines]
         snapshot = next(record for record in records if isinstance(record, StepSnapshot))
         decision = next(record for record in records if isinstance(record, StepDecision))
         prefixes = [record for record in records if isinstance(record, PrefixCacheEvent)]
@@ -102,26 +104,30 @@ class TraceReader:
 
     def _index(self, index: int, header: TraceHeader | None) -> TraceHeader | None:
         began, step, lost, offset = None, -1, 0, 0
-        with self._files[index].open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # the process died while it wrote this line
-                try:
-                    kind = msgspec.json.decode(line, type=_Line)
-                    if kind.event == "trace_begins":
-                        header = msgspec.json.decode(line, type=TraceHeader)
-                    elif kind.event == "records_lost":
-                        lost += msgspec.json.decode(line, type=RecordsLost).count
-                except msgspec.MsgspecError as error:
-                    raise ConfigurationError(f"{self._files[index]} is not a scheduler trace: {error}") from error
-                if kind.event == "step_snapshot":
-                    began, step = offset, kind.step
-                elif kind.event == "step_decision" and began is not None and kind.step == step:
-                    size = offset + len(line) - began
-                    self._places.append(_Place(index, began, size, header, lost, step))
-                    began, lost = None, 0
-                offset += len(line)
+        for line in iter(self._contents[index].readline, b""):
+            if not line.endswith(b"\n"):
+                break  # the process died while it wrote this line
+            try:
+                kind = msgspec.json.decode(line, type=_Line)
+                if kind.event == "trace_begins":
+                    header = msgspec.json.decode(line, type=TraceHeader)
+                elif kind.event == "records_lost":
+                    lost += msgspec.json.decode(line, type=RecordsLost).count
+            except msgspec.MsgspecError as error:
+                raise ConfigurationError(f"{self._files[index]} is not a scheduler trace: {error}") from error
+            if kind.event == "step_snapshot":
+                began, step = offset, kind.step
+            elif kind.event == "step_decision" and began is not None and kind.step == step:
+                size = offset + len(line) - began
+                self._places.append(_Place(index, began, size, header, lost, step))
+                began, lost = None, 0
+            offset += len(line)
         return header
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as content:
+        return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def files_of(path: Path) -> list[Path]:

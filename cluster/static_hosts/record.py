@@ -72,10 +72,6 @@ def stranded_nodes(record: ClusterRecord) -> list[LaunchRecord]:
     return [node for node in record.nodes.values() if node.pool and node.host not in record.hosts.get(node.pool, ())]
 
 
-def encode(record: ClusterRecord) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
-
-
 def decode(content: bytes, where: str) -> ClusterRecord:
     if not content.strip():
         return ClusterRecord()

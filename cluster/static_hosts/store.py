@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.saving import as_json
 from tandem.cluster.static_hosts.config import StaticProvider, ssh_settings_on_head
-from tandem.cluster.static_hosts.record import ClusterRecord, decode, encode
+from tandem.cluster.static_hosts.record import ClusterRecord, decode
 from tandem.cluster.static_hosts.shell import LocalShell, ScriptFailed, Shell, SshShell, ThroughHead
 
 _FOLDER = ".tandem/clusters"
@@ -69,7 +70,7 @@ class LocalStore:
             after = change(before)
             if after != before:
                 fresh = Path(f"{self._path}.new")
-                fresh.write_bytes(encode(after))
+                fresh.write_bytes(as_json(after))
                 os.replace(fresh, self._path)
         return after
 
@@ -92,7 +93,7 @@ class RemoteStore:
         for _ in range(_ATTEMPTS):
             before = self.last_read()
             after = change(before)
-            if after == before or self._replace(self._content or b"", encode(after)):
+            if after == before or self._replace(self._content or b"", as_json(after)):
                 return after
             self._content = None
         raise Unavailable(

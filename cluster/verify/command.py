@@ -66,15 +66,8 @@ def remake(server: ApiClient, file: Path, request: Path, seconds: float) -> Rema
     # The router has drawn a seed if the request had none.
     seed = before.seed if body.get("seed") is None else body["seed"]
     again = msgspec.json.encode({**body, "stream": False, "seed": seed})
-    headers = {"content-type": "application/json", _HEADER: text}
-    try:
-        answer = server.http.post(
-            before.path, content=again, headers=headers, timeout=httpx.Timeout(ANSWER_S, read=seconds)
-        )
-    except httpx.HTTPError as error:
-        raise server.unreachable(error) from error
-    if answer.is_error:
-        raise server.refused(answer)
+    timeout = httpx.Timeout(ANSWER_S, read=seconds)
+    answer = server.post(before.path, again, timeout, {_HEADER: text})
     now = read_receipt(answer.headers.get(_HEADER, ""))
     difference = before.answer.parts_from(now.answer)
     first, last = (difference[0], difference[-1]) if difference is not None else (0, 0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-
-import msgspec
+from typing import NamedTuple
 
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.engine.model.runner import Grammars
@@ -14,12 +13,15 @@ from tandem.engine.model.runner import Grammars
 _THREADS = 4
 _OF_ONE_TENANT = 2  # costly grammars of one tenant leave threads for others
 
+Tell = Callable[[TandemError | None], None]
+"""Tells that a request's grammar is compiled, or why it could not be."""
 
-class GrammarReady(msgspec.Struct, frozen=True):
-    """Tells the step thread that a request's grammar is compiled, or why it could not be."""
 
+class _Asked(NamedTuple):
+    tenant: str
     request_id: str
-    error: TandemError | None  # why it cannot run
+    grammar: str
+    tell: Tell
 
 
 class _Work:
@@ -28,28 +30,28 @@ class _Work:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lines: OrderedDict[str, deque[tuple[str, str]]] = OrderedDict()  # by tenant, in the order of their turns
+        self._lines: OrderedDict[str, deque[_Asked]] = OrderedDict()  # by tenant, in the order of their turns
         self._under_way: Counter[str] = Counter()  # by tenant
         self._closed = False
 
-    def put(self, tenant: str, request_id: str, grammar: str) -> None:
+    def put(self, asked: _Asked) -> None:
         with self._changed:
-            self._lines.setdefault(tenant, deque()).append((request_id, grammar))
+            self._lines.setdefault(asked.tenant, deque()).append(asked)
             self._changed.notify()
 
-    def take(self) -> tuple[str, str, str] | None:
-        """Waits for work: the tenant, the request and its grammar. The caller tells `done`. None when there will be no more."""
+    def take(self) -> _Asked | None:
+        """Waits for work. The caller tells `done`. None when there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._next() is not None)
             tenant = self._next()
             if self._closed or tenant is None:
                 return None
             line = self._lines.pop(tenant)
-            request_id, grammar = line.popleft()
+            asked = line.popleft()
             if line:
                 self._lines[tenant] = line  # for its next turn
             self._under_way[tenant] += 1
-            return tenant, request_id, grammar
+            return asked
 
     def _next(self) -> str | None:
         return next((tenant for tenant in self._lines if self._under_way[tenant] < _OF_ONE_TENANT), None)
@@ -67,21 +69,20 @@ class _Work:
 
 class PendingGrammars:
     """Only the step thread calls its methods; `tell` is called from its own threads. Each request passed to `begin` ends once:
-    with a GrammarReady, in `overdue`, or by `forget`, whichever is first. A grammar whose request has ended is not compiled, so
+    with `tell`, in `overdue`, or by `forget`, whichever is first. A grammar whose request has ended is not compiled, so
     when too many arrive at once, the overdue ones fail and those after them do not."""
 
-    def __init__(self, grammars: Grammars, timeout_s: float, tell: Callable[[GrammarReady], None]) -> None:
+    def __init__(self, grammars: Grammars, timeout_s: float) -> None:
         self._grammars = grammars
         self._timeout_s = timeout_s
-        self._tell = tell
         self._deadlines: dict[str, float] = {}  # in order, because all have the same timeout
         self._work = _Work()
         for index in range(_THREADS):
             threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
 
-    def begin(self, request_id: str, grammar: str, now: float, tenant: str = "") -> None:
+    def begin(self, request_id: str, grammar: str, tell: Tell, now: float, tenant: str = "") -> None:
         self._deadlines[request_id] = now + self._timeout_s
-        self._work.put(tenant, request_id, grammar)
+        self._work.put(_Asked(tenant, request_id, grammar, tell))
 
     def forget(self, request_id: str) -> bool:
         """The request has ended. Returns whether it was still waiting."""
@@ -106,13 +107,12 @@ class PendingGrammars:
         self._work.close()
 
     def _compile(self) -> None:
-        while (work := self._work.take()) is not None:
-            tenant, request_id, grammar = work
+        while (asked := self._work.take()) is not None:
             try:
-                if request_id in self._deadlines:  # otherwise it has ended or is overdue
-                    self._tell(GrammarReady(request_id, self._attempt(grammar)))
+                if asked.request_id in self._deadlines:  # otherwise it has ended or is overdue
+                    asked.tell(self._attempt(asked.grammar))
             finally:
-                self._work.done(tenant)
+                self._work.done(asked.tenant)
 
     def _attempt(self, grammar: str) -> TandemError | None:
         try:

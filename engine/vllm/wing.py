@@ -113,6 +113,6 @@ def make(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
         raise ConfigurationError("model.engine is vllm, and the Python of this node has none: set model.engine_python")
     if version.partition("+")[0] not in TRIED:
         raise ConfigurationError(f"vLLM {version} is there, and Tandem was tried with {', '.join(TRIED)}")
-    from tandem.engine.vllm.engine import load
+    from tandem.engine.vllm.loading import load
 
     return load(config, model, progress, connect)

@@ -278,7 +278,7 @@ class Consumer:
         self._links.hear(key)
         self._declined.closed(message.transfer_id)
         receiving = self._mine(message.transfer_id, key)
-        if message.is_void and self._incoming.was_accepted(message.transfer_id):
+        if message.is_void and self._incoming.is_used(message.transfer_id):
             self.generations.distrust(f"{key.node_id} says that KV is wrong which a request here has")
         if receiving is None:
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -123,6 +124,11 @@ class Verifier:
             receiving.num_arrived = end
 
 
+class _Over(NamedTuple):
+    accepted: bool  # a repeated notice then gets the acceptance again
+    is_used: bool
+
+
 class IncomingTransfers:
     def __init__(
         self,
@@ -143,8 +149,7 @@ class IncomingTransfers:
         self._released = released
         self._by_transfer: dict[str, IncomingTransfer] = {}
         self._by_request: dict[str, IncomingTransfer] = {}
-        # True: accepted. A repeated notice then gets the acceptance again.
-        self._over: BoundedMemory[bool] = BoundedMemory(
+        self._over: BoundedMemory[_Over] = BoundedMemory(
             side.settings.max_remembered, side.settings.remember_s, side.clock
         )
 
@@ -169,7 +174,13 @@ class IncomingTransfers:
 
     def was_accepted(self, transfer_id: str) -> bool | None:
         """Whether a transfer that is over was accepted; None if this node does not know it."""
-        return self._over.get(transfer_id)
+        over = self._over.get(transfer_id)
+        return over.accepted if over is not None else None
+
+    def is_used(self, transfer_id: str) -> bool:
+        """Whether any KV of the transfer is in use here, all of it or what had arrived before it failed."""
+        over = self._by_transfer.get(transfer_id) or self._over.get(transfer_id)
+        return over is not None and over.is_used
 
     # ── the beginning ──
 
@@ -294,6 +305,7 @@ class IncomingTransfers:
     def _fail(self, receiving: IncomingTransfer, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))
         if receiving.num_arrived:  # in use from now on, also if our own cache has begun a new generation since
+            receiving.is_used = True
             self._side.sources.handed_over.took(receiving.command.peer, receiving.arrived_of)
         self._failed(receiving.command.request_id, LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe))
 
@@ -301,7 +313,7 @@ class IncomingTransfers:
         del self._by_transfer[receiving.transfer_id]
         if self._by_request.get(receiving.command.request_id) is receiving:
             del self._by_request[receiving.command.request_id]
-        self._over.add(receiving.transfer_id, accepted)
+        self._over.add(receiving.transfer_id, _Over(accepted, accepted or receiving.is_used))
         if not self._reads:
             self._side.transport.expect_no_more(receiving.transfer_id)
 

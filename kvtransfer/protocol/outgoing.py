@@ -302,6 +302,9 @@ class OutgoingTransfers:
     def _end(self, sending: OutgoingTransfer) -> None:
         sending.phase = SendPhase.CLOSED
         self._side.recorder.ended(sending.trace(self._side.clock()))
+        self.tell_end(sending)
+
+    def tell_end(self, sending: OutgoingTransfer) -> None:
         handed_over = sending.outcome is Outcome.SENT
         self._ledger.ended(sending.transfer_id, TransferEnd(sending.reason, handed_over, sending.is_void))
         destination = sending.destination

@@ -192,7 +192,10 @@ class Producer:
         """A transfer that its consumer has accepted is over, and known here no more."""
         sending = self._ledger.of_request(command.request_id)
         if sending is not None:
+            was_told = sending.phase is SendPhase.CLOSED
             self._void(sending)
+            if was_told:  # the consumer uses what had arrived
+                self._outgoing.tell_end(sending)
 
     def _void(self, sending: OutgoingTransfer) -> None:
         sending.is_void = True

@@ -54,6 +54,7 @@ class IncomingTransfer:
     closing_since: float = 0.0
     is_safe: bool = False  # CLOSING: no peer writes to the blocks; our own reads may
     quarantined: frozenset[int] | None = None  # the unsafe blocks that the reported failure named
+    is_used: bool = False  # some of what had arrived is in use since the failure was reported
     notice: HandoffNotice | None = None  # pull: names the blocks that are being read
     mapping: Mapping | None = None  # between our blocks and the producer's
     # Push: grains in the order of sending, as (group, index in the request).

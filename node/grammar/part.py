@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tandem.base.errors import TandemError
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import Grammars
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.structured.pending import GrammarReady, PendingGrammars
+from tandem.engine.structured.pending import PendingGrammars
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.requests import Submit
 
@@ -25,18 +26,12 @@ class GrammarPart(ServicePart):
         self._wake = wake
         self._grammars = grammars
         self._desk: PendingGrammars | None = None  # made for the first request with a grammar
-        self._waiting: dict[str, Request] = {}
 
     def prepare(self, request: Request) -> None:
         if (grammar := request.facts.sampling.grammar) is None:
             return
         if self._desk is None:
-            context = self._context
-            self._desk = PendingGrammars(
-                self._grammars,
-                context.config.timeouts.grammar_s,
-                lambda ready: context.in_step(lambda: self._ready(ready)),
-            )
+            self._desk = PendingGrammars(self._grammars, self._context.config.timeouts.grammar_s)
         request.grammar = self._grammars.prepared(grammar)
         if request.grammar is None:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
@@ -47,17 +42,18 @@ class GrammarPart(ServicePart):
             return
         # A router's salts begin with what is the key's own.
         tenant = (request.cache_salt or "").partition("/")[0]
-        self._waiting[request.request_id] = request
-        self._desk.begin(request.request_id, grammar, now, tenant)
+
+        def tell(error: TandemError | None) -> None:
+            self._context.in_step(lambda: self._ready(request, error))
+
+        self._desk.begin(request.request_id, grammar, tell, now, tenant)
 
     def forget(self, request_id: str) -> None:
         if self._desk is not None:
             self._desk.forget(request_id)
-            self._waiting.pop(request_id, None)
 
     def before_step(self, now: float) -> None:
         for request_id, error in self._desk.overdue(now) if self._desk is not None else ():
-            self._waiting.pop(request_id, None)
             self._context.fail(request_id, error)
 
     def seconds_until_due(self, now: float) -> float | None:
@@ -67,12 +63,12 @@ class GrammarPart(ServicePart):
         if self._desk is not None:
             self._desk.close()
 
-    def _ready(self, ready: GrammarReady) -> None:
-        if self._desk is None or not self._desk.forget(ready.request_id):
+    def _ready(self, request: Request, error: TandemError | None) -> None:
+        request_id = request.request_id
+        if self._desk is None or not self._desk.forget(request_id):
             return  # the request has ended, or was overdue
-        request = self._waiting.pop(ready.request_id)
+        if error is not None:
+            self._context.fail(request_id, error)
+            return
         request.grammar = self._grammars.prepared(request.facts.sampling.grammar or "")
-        if ready.error is None:
-            self._wake(ready.request_id)
-        else:
-            self._context.fail(ready.request_id, ready.error)
+        self._wake(request_id)

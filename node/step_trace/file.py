@@ -6,7 +6,9 @@ NODE.old.jsonl, which replaces the previous one. A disk that is full, slow or go
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import queue
 import threading
 from pathlib import Path
@@ -56,12 +58,21 @@ class TraceFile:
     def _run(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._cut_half_line()
             self._write_all()
         except OSError as error:
             logger.error("the scheduler trace ends, because %s cannot be written: %s", self._path, error)
             # The step thread goes on writing lines: take and drop them.
             while self._queue.get() is not None:
                 pass
+
+    def _cut_half_line(self) -> None:
+        """Of a process that was killed, or whose disk was full: with it the next line would be no record."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:
+            if file.seek(0, 2):
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    whole = content.rfind(b"\n") + 1
+                file.truncate(whole)
 
     def _write_all(self) -> None:
         is_next, ended = False, False

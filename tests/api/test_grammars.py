@@ -12,12 +12,13 @@ import pytest
 
 from tandem.api.answer_format import CallsAsked, PlainText
 from tandem.api.lark import json_schema
-from tandem.api.openai import grammars
+from tandem.api.openai import grammar_check, grammars
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from tandem.api.openai.fields import SamplingFields
 from tandem.api.openai.grammar_check import TOO_COSTLY, GrammarChecker
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.errors import Unavailable
 
 
 def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +68,20 @@ def test_a_chain_of_references_is_checked_however_long(checker: GrammarChecker) 
     assert checker.problem("\n".join([*rules, 'r4000: "b"', "start: r0"])) == ""
 
 
-def test_a_checker_that_was_ended_begins_anew(checker: GrammarChecker) -> None:
+def test_a_checker_that_was_ended_begins_anew(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     others = psutil.Process().children()
     assert checker.problem("start: /once/") == ""
     (process,) = set(psutil.Process().children()) - set(others)
     process.kill()
     process.wait(10)
+    assert checker.problem("start: /once/") == ""
+    # One that does not run takes no more of a text than its pipe holds.
+    (process,) = set(psutil.Process().children()) - set(others)
+    process.suspend()
+    with monkeypatch.context() as hurried:
+        hurried.setattr(grammar_check, "_WALL_S", 0.1)
+        with pytest.raises(Unavailable, match="send this again"):
+            checker.problem(f"start: /{'a' * 200_000}/")
     assert checker.problem("start: /once/") == ""
     checker.close()
     assert psutil.Process().children() == others

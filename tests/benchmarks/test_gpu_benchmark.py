@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parity, gpu_speed
+from benchmarks import gpu, gpu_parity
 from benchmarks.gpu_models import ModelShape, make_model
 from benchmarks.lib import engines
 from benchmarks.lib.costs import Costs
@@ -43,14 +43,14 @@ def test_a_step_s_limit_is_what_the_machine_can_do() -> None:
     costs = Costs(layers=1000, head=100, element_bytes=2, kv_bytes=10, attention_flops=4)
     limits = MachineLimits(gemm_flops=1e6, read_bytes=1e9)
     prompt = 2 * (1000 * 10 + 100) + 4 * 10 * 11 // 2
-    assert gpu_speed.limit_of(limits, costs, [10], [10]) == pytest.approx(prompt / 1e6)
+    assert costs.least_seconds([10], [10], limits) == pytest.approx(prompt / 1e6)
     # Tokens behind a prefix attend to it, and it is read once.
     behind = 2 * 1000 * 10 + 4 * (30 * 31 - 20 * 21) // 2 + 2 * 100
-    assert gpu_speed.limit_of(limits, costs, [10], [30]) == pytest.approx(behind / 1e6)
+    assert costs.least_seconds([10], [30], limits) == pytest.approx(behind / 1e6)
     slow = MachineLimits(gemm_flops=1e12, read_bytes=1e5)
-    assert gpu_speed.limit_of(slow, costs, [1] * 4, [50] * 4) == pytest.approx((1100 * 2 + 4 * 50 * 10) / 1e5)
+    assert costs.least_seconds([1] * 4, [50] * 4, slow) == pytest.approx((1100 * 2 + 4 * 50 * 10) / 1e5)
     some = Costs(0, 0, 2, 0, 0, experts=1000, chosen=0.5)
-    assert gpu_speed.limit_of(slow, some, [1] * 2, [50] * 2) == pytest.approx(750 * 2 / 1e5)
+    assert some.least_seconds([1] * 2, [50] * 2, slow) == pytest.approx(750 * 2 / 1e5)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, InternalError, InvalidRequest, RequestError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
@@ -184,6 +184,12 @@ def through_http(cluster: FakeCluster) -> HttpControl:
         return httpx.Response(200, content=done)
 
     return HttpControl("http://router", "key", httpx.MockTransport(answer))
+
+
+def test_a_server_of_another_kind_is_one_sentence() -> None:
+    control = HttpControl("http://server", None, httpx.MockTransport(lambda request: httpx.Response(200, json={})))
+    with pytest.raises(InternalError, match="http://server/admin/scale did not answer like a Tandem router"):
+        asyncio.run(control.ask(ScaleOrder({Role.DECODE: 2})))
 
 
 def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:

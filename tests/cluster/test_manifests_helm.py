@@ -344,11 +344,14 @@ def replicas_of(documents: list[Document]) -> dict[str, int]:
 
 
 @needs_helm
-def test_an_upgrade_leaves_each_group_the_pods_that_the_autoscaler_gave_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("prefill", "encode"), [(5, 1), (0, 0)])
+def test_an_upgrade_leaves_each_group_the_pods_that_the_autoscaler_gave_it(
+    prefill: int, encode: int, tmp_path: Path
+) -> None:
     """Within the limits that the values say now."""
     there = by_kind(template())["RayCluster"]
     assert replicas_of([there]) == {"prefill": 2, "decode": 2, "encode": 0}
-    for group, replicas in zip(there["spec"]["workerGroupSpecs"], (5, 8, 1), strict=True):
+    for group, replicas in zip(there["spec"]["workerGroupSpecs"], (prefill, 8, encode), strict=True):
         group["replicas"] = replicas
     there["metadata"] |= {
         "namespace": "default",
@@ -356,8 +359,8 @@ def test_an_upgrade_leaves_each_group_the_pods_that_the_autoscaler_gave_it(tmp_p
         "annotations": {"meta.helm.sh/release-name": "tandem", "meta.helm.sh/release-namespace": "default"},
     }
     with kubernetes_with(there, tmp_path) as kubernetes:
-        made = template(kubernetes=kubernetes, sets={"settings.pools.decode.max": 6})
-    assert replicas_of(made) == {"prefill": 5, "decode": 6, "encode": 1}
+        made = template(kubernetes=kubernetes, sets={"settings.pools.decode.max": 6, "groups.prefill.minReplicas": 0})
+    assert replicas_of(made) == {"prefill": prefill, "decode": 6, "encode": encode}
 
 
 @needs_helm

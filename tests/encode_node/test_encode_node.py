@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,13 +26,13 @@ from tandem.prefill_node.node import PrefillRules
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart
 from tandem.wire.images import digest_of_image
-from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, NodeState, PeerAddress, Role
-from tandem.wire.requests import KVTransferParams, Submit, TokenBatch, TokenChunk, ToNode, TransferRole
+from tandem.wire.requests import KVTransferParams, Submit, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.sockets import Inbox, Outbox
 from tests.engine.model.tiny import save
 from tests.engine.model.tiny_vision import QWEN3_VL, SMOLVLM, VisionFamily, prompt_of, reference, smolvlm
+from tests.node.test_roles import FakeChannel
 from tests.pictures import picture
 from tests.waiting import until
 
@@ -50,37 +50,10 @@ PROMPTS: dict[str, list[str | bytes]] = {
 }
 
 
-class TestChannel:
-    """The router's end of a node."""
-
-    __test__ = False
-
-    def __init__(self, host: str) -> None:
-        self.endpoint = f"tcp://{host}:1"
-        self.malformed = self.gaps = 0
-        self.died: str | None = None
-        self.chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
-
-    def listen(self, on_message: Callable[[ToNode], None], **_: object) -> None:
-        self.receive = on_message
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        if isinstance(message, TokenBatch):
-            for chunk in message.chunks:
-                self.chunks.put(chunk)
-
-    def received(self, endpoint: str) -> Position:
-        return Position(0, 0)
-
-    def forget(self, endpoint: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclasses.dataclass
 class Served:
     node: EngineNode
-    channel: TestChannel
+    channel: FakeChannel
     info: NodeInfo
     family: VisionFamily
 
@@ -139,10 +112,10 @@ class House:
         self._started: list[EngineNode | EncodeNode] = []
 
     def serve(self, rules: RoleRules, transfer: TransferConfig | None = None, encoder_s: float = 30.0) -> Served:
-        channels: list[TestChannel] = []
+        channels: list[FakeChannel] = []
 
-        def open_channel(host: str, epoch: int, *, name: str) -> TestChannel:
-            channels.append(TestChannel(host))
+        def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:
+            channels.append(FakeChannel(host, epoch))
             return channels[-1]
 
         config = NodeConfig(

@@ -15,7 +15,20 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.eagle_files import ReferenceHead, ReferenceThirdHead, likely_words, save_head, save_third_head
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.test_draft_model import GREEDY, NEW_TOKENS, PROMPTS, SEEDED, answers, driven, refused, start, stats
+from tests.engine.test_draft_model import (
+    GREEDY,
+    NEW_TOKENS,
+    PROMPTS,
+    SEEDED,
+    Alone,
+    driven,
+    expect_the_same,
+    in_both_orders,
+    refused,
+    start,
+    stats,
+    without_drafts,
+)
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.more import more
 
@@ -37,9 +50,8 @@ def reference_of(llama: Path, head: Path) -> ReferenceHead | ReferenceThirdHead:
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> dict[str, dict[str, list[int]]]:
-    engine = start(llama, guesses=0)
-    return {"greedy": answers(engine), "seeded": answers(engine, SEEDED)}
+def alone(llama: Path) -> Alone:
+    return without_drafts(llama)
 
 
 def head_of(engine: OneEngine) -> EagleHead:
@@ -48,32 +60,21 @@ def head_of(engine: OneEngine) -> EagleHead:
     return found
 
 
-@pytest.mark.parametrize(
-    ("sampling", "ahead"),
-    [
-        (GREEDY, AsyncScheduling.ALWAYS),
-        (SEEDED, AsyncScheduling.NEVER),
-        *more([(GREEDY, AsyncScheduling.NEVER), (SEEDED, AsyncScheduling.ALWAYS)]),
-    ],
-)
+@in_both_orders
 def test_it_changes_no_token(
-    llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams, ahead: AsyncScheduling
+    llama: Path, head: Path, alone: Alone, sampling: SamplingParams, ahead: AsyncScheduling
 ) -> None:
     engine = start(llama, head, ahead=ahead)
-    assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
-    found = stats(engine)
-    assert 0 < found.speculative_accepted < found.speculative_drafted
+    expect_the_same(engine, sampling, alone)
     assert head_of(engine).num_cold == 0
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, *more([GREEDY])])
-def test_with_preemptions_and_a_shared_cache(
-    llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams
-) -> None:
+def test_with_preemptions_and_a_shared_cache(llama: Path, head: Path, alone: Alone, sampling: SamplingParams) -> None:
     engine = start(llama, head, num_blocks=20, caching=True)
     for _ in range(2):
-        assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
-    assert stats(engine).preemptions
+        found = expect_the_same(engine, sampling, alone)
+    assert found.preemptions
 
 
 @pytest.mark.parametrize(("native", "piece"), [(False, 3), *more([(True, 3), (True, 64), (False, 64)])])

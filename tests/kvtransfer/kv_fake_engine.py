@@ -21,6 +21,7 @@ from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, K
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.images import MediaFeature
+from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.idling import idle_share
 
@@ -372,3 +373,20 @@ def produce(transfer_id: str, peer: object) -> KVTransferParams:
 
 def consume(transfer_id: str, peer: object) -> KVTransferParams:
     return KVTransferParams(transfer_id, TransferRole.CONSUME, peer)  # type: ignore[arg-type]
+
+
+def hand_over_by(config: TransferConfig) -> None:
+    """Hands a prompt of 37 tokens over by this connector, in chunks."""
+    producer = FakeEngine(config.connector, "p", 1, config)
+    consumer = FakeEngine(config.connector, "c", 2, config)
+    try:
+        tokens = list(range(100, 137))
+        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
+        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())), chunk=8)
+        consumer.step()
+        producer.run_until("r", ["freed"])
+        assert consumer.run_until("r", ["loaded", "failed"]) == "loaded", consumer.failure("r")
+        assert consumer.kv_is_right("r")
+    finally:
+        producer.close()
+        consumer.close()

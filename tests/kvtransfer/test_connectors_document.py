@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from kv_document import DOCUMENT, installed_example
-from kv_fake_engine import FakeEngine, consume, produce
+from kv_fake_engine import hand_over_by
 
 from tandem.kvtransfer.base import TransferStats
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.side import Outcome
-from tandem.wire.nodes import PeerAddress
 
 
 @pytest.fixture
@@ -24,20 +23,7 @@ def _installed(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_the_documents_connector_moves_kv(direction: str) -> None:
-    config = TransferConfig(connector="local_connector:create", direction=direction)
-    producer = FakeEngine(config.connector, "p", 1, config)
-    consumer = FakeEngine(config.connector, "c", 2, config)
-    try:
-        tokens = list(range(100, 137))
-        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
-        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())), chunk=8)
-        consumer.step()
-        producer.run_until("r", ["freed"])
-        assert consumer.run_until("r", ["loaded", "failed"]) == "loaded", consumer.failure("r")
-        assert consumer.kv_is_right("r")
-    finally:
-        producer.close()
-        consumer.close()
+    hand_over_by(TransferConfig(connector="local_connector:create", direction=direction))
 
 
 def test_the_document_names_every_outcome() -> None:

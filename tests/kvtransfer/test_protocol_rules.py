@@ -557,6 +557,27 @@ def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_it_was_accepted(pu
     assert push.nothing_is_left()
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_a_failed_transfer_left_is_given_up_when_its_prompts_kv_turns_out_wrong(push: Pair, is_told: bool) -> None:
+    """Whether its producer has told of the transfer's end before that, or the consumer did not wait for it."""
+    receive, send = some_has_arrived(push)
+    if is_told:
+        push.consumer.endpoint.execute(CancelReceive("r1"))
+        push.world.settle(1.0)
+    else:
+        push.producer.compute(send, 4)
+        push.world.pump()
+        push.producer.frozen = True
+        push.world.advance(10 * SETTINGS.lease_s)
+        push.producer.frozen = False
+    assert receive.valid_tokens
+    push.producer.endpoint.execute(VoidSend("r1"))
+    push.producer.abandon_send(send)
+    push.world.settle(1.0)
+    assert push.consumer.distrusted == ["p says that KV is wrong which a request here has"]
+    assert push.nothing_is_left()
+
+
 def some_has_arrived(push: Pair) -> tuple[Receive, Send]:
     """A transfer of whose blocks the consumer was told that some are there."""
     receive, send = push.begin()

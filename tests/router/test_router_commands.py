@@ -120,7 +120,9 @@ def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: T
     assert "mine" in typed("top", "--every", "1")["latest"][-1]["request_id"]
 
 
-def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
+def test_why_compares_with_costs_of_each_role(
+    router: RunningRouter, typed: Typed, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     pytest.importorskip("tandem.simulator")
     from tests.simulator.worlds import node_costs
 
@@ -131,6 +133,8 @@ def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Type
     files = ("--costs", "node.json", "--prefill-costs", "node.json", "--decode-costs", "node.json")
     assert typed("why", "mine", *files)["would_have_been"]["requests"] == 1
     assert typed("why", "mine", "--costs", "example")["would_have_been"]["requests"] == 1
+    assert main(["why", "mine", "--url", router.url, *files[2:]]) == 1
+    assert b"need --costs FILE" in capfdbinary.readouterr().err
 
 
 @pytest.mark.skipif(not is_there("tandem.cluster.chat"), reason="the chat is not here")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +18,8 @@ def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs
     body = answer.json()
     assert (body["object"], body["model"]) == ("text_completion", "fake")
     text = router.expected("the quick fox", 6, seed=7)
-    assert body["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
+    (choice,) = body["choices"]
+    assert choice == {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert answer.headers["x-tandem-nodes"] == "prefill=p0,decode=d0"
     assert "prefill p0" in answer.headers["x-tandem-decision"]
 
@@ -76,7 +78,8 @@ def test_one_token_is_the_prefill_nodes_alone(router: RunningRouter) -> None:
 def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(start_router: StartRouter, end_token: int) -> None:
     router = start_router(rule=scripted([end_token]))
     answer = router.complete(max_tokens=9).json()
-    assert answer["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     decode = router.nodes["d0"]
     decode.wait_until(lambda: bool(decode.submits), "told of the request, though it may be over already")
     request_id = decode.submits[0].request_id
@@ -209,6 +212,28 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(start_router: StartRouter
     assert body["choices"][0]["text"] == tokenizer.decode(script[:2])
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_of_the_request_ended_an_answer_is_its_stop_reason(
+    start_router: StartRouter, tokenizer: Tokenizer, end_token: int, *, streams: bool
+) -> None:
+    """As vLLM has it: with the finish reason, and none for the model's own end."""
+    script = [*tokenizer.encode("one two", special=False), end_token]
+    router = start_router(rule=scripted(script))
+    for fields, reason in (
+        ({"stop": ["two", "unused"]}, "two"),
+        ({"stop_token_ids": [script[1]]}, script[1]),
+        ({}, None),
+        ({"max_tokens": 1}, None),
+    ):
+        for ask in (router.complete, router.chat):
+            answer = ask(**{"max_tokens": 50, "stream": streams, **fields})
+            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
+            *earlier, last = [json.loads(event)["choices"][0] for event in events]
+            assert last["stop_reason"] == reason
+            assert last["finish_reason"]
+            assert not any("stop_reason" in choice for choice in earlier)
 
 
 def test_characters_of_several_tokens_come_whole(start_router: StartRouter, tokenizer: Tokenizer) -> None:

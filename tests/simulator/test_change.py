@@ -134,6 +134,12 @@ def test_the_command_says_what_a_change_does(router: None, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["then"] == "2 prefill, 2 decode"
 
 
+def test_costs_of_one_role_need_those_of_the_others(router: None, capsys: pytest.CaptureFixture[str]) -> None:
+    without = [word for word in COMMAND if word not in ("--costs", "node.json")]
+    assert main([*without, "--decode-costs", "node.json", "prefill=2"]) == 1
+    assert "--prefill-costs and --decode-costs need --costs FILE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["prefill", "prefill=", "prefill=-1", "encode=2"])
 def test_a_size_that_cannot_be_meant_is_one_sentence(
     router: None, capsys: pytest.CaptureFixture[str], size: str

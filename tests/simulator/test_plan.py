@@ -230,6 +230,7 @@ def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixtu
         ([*PRICES, "--attainment", "0"], "--attainment must be above 0"),
         ([*PRICES, "--most-nodes", "0"], "--most-nodes must be at least 1"),
         ([*PRICES, "--picture", "plan.png"], "--picture must end in .svg"),
+        ([*PRICES, "--picture", "no-folder/plan.svg"], "no-folder/plan.svg cannot be written: name another file"),
         (["--cost", "decode=1"], "--cost must name what a prefill node costs"),
     ],
 )

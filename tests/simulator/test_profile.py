@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.cluster.cli import main
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, Width, line_through
@@ -226,6 +226,17 @@ def test_a_server_that_is_away_is_one_sentence() -> None:
         asyncio.run(ask())
 
 
+@pytest.mark.parametrize("body", [b"<html>It works</html>", b"{}", b"[]"])
+def test_a_server_of_another_kind_is_one_sentence(body: bytes) -> None:
+    server = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+
+    async def ask() -> None:
+        await ProfileClient("http://server", None, server).facts()
+
+    with pytest.raises(InternalError, match="http://server/cluster did not answer like a Tandem router"):
+        asyncio.run(ask())
+
+
 def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
     points = [(place, 3.0 + 0.5 * place) for place in range(1, 9)]
     assert line_through([*points, (4, 90.0), (4, 91.0), (4, 5.0)]) == pytest.approx((3.0, 0.5), rel=0.2)
@@ -235,7 +246,12 @@ def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--quick", "-o", "json"], "does not answer"), (["--repeats", "0"], "--repeats must be at least 1")],
+    [
+        (["--quick", "-o", "json"], "does not answer"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--out", "no-folder/costs.json"], "no-folder/costs.json cannot be written: name another file"),
+        (["--url", "http://[::1"], "is no URL"),
+    ],
 )
 def test_what_cannot_be_measured_is_said_at_once(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.Capt
         (["--rate", "1", "--prefill", "0", "--decode", "0"], "node"),
         (["--rate", "1", "--machines", "0"], "--machines must be at least 1"),
         (["--rate", "1", "--machines", "9", "--one-machine"], "--one-machine one to all: give one of them"),
+        (["--rate", "1", "-tp", "2"], "prefill nodes of TP 2, and the costs are of nodes of TP 1: profile such a node"),
         (["--rate", "1", "--traffic-seed", "-1"], "--traffic-seed must not be negative"),
         (["--trace", "nowhere.jsonl"], "--trace nowhere.jsonl cannot be read"),
         (["--trace", "node.json"], "node.json, line 1"),

@@ -64,7 +64,6 @@ class Fused(msgspec.Struct):
     gated: int = 0
     norms: int = 0
     merged: int = 0  # products of several linear layers
-    products: int = 0  # products of one linear layer
     rotary: int = 0
     sums: int = 0  # modules whose results norms add up
     left: int = 0  # weights in linear layers that were not fused
@@ -378,7 +377,6 @@ def _take_products(
         consumed.update(linears)
         _give_up(linears, adapted)
         fused.merged += len(linears) > 1
-        fused.products += len(linears) == 1
 
 
 class SharedProduct:

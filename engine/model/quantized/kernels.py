@@ -34,34 +34,8 @@ _ROWS_TRIED = 4
 _TOLERANCE = 0.06
 
 
-class RowScaled(KernelLinear):
-    """FP8 with a scale for each output. Activations are rounded to FP8 with a scale for each row."""
-
-    weight: torch.Tensor
-    scales: torch.Tensor
-
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self._keep(weight=weight, scales=scales.expand(len(weight), 1).contiguous())
-        self.bias = bias
-
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        rounded, scales = quantize_rows(rows)
-        return torch._scaled_mm(rounded, self.weight.t(), scales, self.scales.t(), out_dtype=torch.bfloat16)
-
-    @property
-    def outputs(self) -> int:
-        return len(self.weight)
-
-    def joined(self, others: Sequence[Self]) -> Self | None:
-        all_of = (self, *others)
-        weight, scales = (torch.cat([getattr(one, part) for one in all_of]) for part in ("weight", "scales"))
-        return type(self)(weight, scales, _biases(all_of))
-
-
-class BlockScaled(KernelLinear):
-    """FP8 with a scale for each block, by FlashInfer's kernel on Hopper."""
+class ScaledMatrix(KernelLinear):
+    """FP8 with scales."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -71,11 +45,6 @@ class BlockScaled(KernelLinear):
         self.out_features, self.in_features = weight.shape
         self._keep(weight=weight, scales=scales)
         self.bias = bias
-        self._multiply: Any = importlib.import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
-
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._multiply(rows.contiguous(), self.weight.data, None, self.scales.data)
-        return out
 
     @property
     def outputs(self) -> int:
@@ -83,10 +52,34 @@ class BlockScaled(KernelLinear):
 
     def joined(self, others: Sequence[Self]) -> Self | None:
         all_of = (self, *others)
-        if any(one.outputs % _BLOCK for one in all_of[:-1]):
-            return None
         weight, scales = (torch.cat([getattr(one, part) for one in all_of]) for part in ("weight", "scales"))
         return type(self)(weight, scales, _biases(all_of))
+
+
+class RowScaled(ScaledMatrix):
+    """A scale for each output. Activations are rounded to FP8 with a scale for each row."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, scales.expand(len(weight), 1).contiguous(), bias)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        rounded, scales = quantize_rows(rows)
+        return torch._scaled_mm(rounded, self.weight.t(), scales, self.scales.t(), out_dtype=torch.bfloat16)
+
+
+class BlockScaled(ScaledMatrix):
+    """A scale for each block, by FlashInfer's kernel on Hopper."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, scales, bias)
+        self._multiply: Any = importlib.import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._multiply(rows.contiguous(), self.weight.data, None, self.scales.data)
+        return out
+
+    def joined(self, others: Sequence[Self]) -> Self | None:
+        return None if any(one.outputs % _BLOCK for one in (self, *others)[:-1]) else super().joined(others)
 
 
 class FourBit(KernelLinear):

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, InternalError
+from tandem.cluster.api_client import ApiClient
 from tandem.cluster.batches import command, job
 from tandem.cluster.cli import main
 from tests.router.conftest import RunningRouter, StartRouter
@@ -88,6 +90,17 @@ def test_what_is_wrong_is_named(router: RunningRouter, tmp_path: Path, capsys: p
     assert main(["batch", str(given), str(out), *url]) == 1
     assert "line 2: custom_id" in capsys.readouterr().err
     assert router.client.get("/v1/files").json()["data"] == [], "what was refused does not stay at the server"
+
+
+@pytest.mark.parametrize("body", [b"<html>It works</html>", b"{}", b"[]"])
+def test_a_server_of_another_kind_is_one_sentence(body: bytes, tmp_path: Path) -> None:
+    given = tmp_path / "in.jsonl"
+    given.write_text(line("a"))
+    api = ApiClient("http://server", None, httpx.MockTransport(lambda request: httpx.Response(200, content=body)))
+    client = job.BatchClient(api)
+    for ask in (lambda: client.begin(given, "/v1/completions", "24h"), lambda: client.look("batch_1")):
+        with pytest.raises(InternalError, match="did not answer like a Tandem router"):
+            ask()
 
 
 def test_a_job_that_no_later_call_would_find_is_cancelled(

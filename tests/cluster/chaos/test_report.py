@@ -6,7 +6,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tandem.cluster.chaos.report import BlowReport, ChaosReport, Traffic, bounds, judge, print_report, rule_of_three
+from tandem.cluster.chaos.conductor import BlowReport
+from tandem.cluster.chaos.probes import Traffic
+from tandem.cluster.chaos.report import ChaosReport, bounds, judge, print_report, rule_of_three
 
 GOOD = ChaosReport(
     made_at="2026-01-01T00:00:00+00:00", command="tandem chaos --yes", model="tiny", seed=3, minutes=5.0,

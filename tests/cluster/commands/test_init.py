@@ -51,6 +51,16 @@ def test_the_file_with_every_comment_sign_taken_away_is_the_defaults(tmp_path: P
     assert resolve([read_file(file)]).config == TandemConfig()
 
 
+def test_what_could_not_be_written_whole_is_not_in_the_way_of_the_next_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tandem.schema.json").mkdir()
+    assert main(["init"]) == 1
+    assert "tandem.schema.json cannot be written" in capsys.readouterr().err
+    (tmp_path / "tandem.schema.json").rmdir()
+    assert main(["init"]) == 0
+
+
 def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "org/m", "--prefill", "2", "--max-model-len", "64", "--set", "router.policy=round_robin"]
     assert main(["init", "there", *flags, "-o", "json"]) == 0

@@ -186,12 +186,14 @@ def test_a_context_that_rope_scaling_extends_may_be_asked_for(scaling: str, tmp_
 
 
 def test_a_cache_smaller_than_one_request_is_refused(tmp_path: Path) -> None:
-    small, enough = (CacheConfig(memory_bytes=mib << 20) for mib in (64, 181))
+    """The cache's first block is for none."""
+    small, little_more, enough = (CacheConfig(memory_bytes=mib << 20) for mib in (64, 180, 181))
     (said,) = described(tmp_path, None, small)
     assert (
-        "of each prefill node needs 180.0 MiB for one request of 8192 tokens, and may use 64.0 MiB: raise --kv-memory"
+        "of each prefill node needs 180.4 MiB for one request of 8192 tokens, and may use 64.0 MiB: raise --kv-memory"
         in said
     )
+    assert described(tmp_path, None, little_more) != []
     assert described(tmp_path, None, enough) == described(tmp_path, 2048, small) == []
 
 

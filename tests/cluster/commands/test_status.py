@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tandem.base.errors import ConfigurationError, InternalError, RequestError
+from tandem.base.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from tandem.cluster.api_client import ApiClient, trusted
 from tandem.cluster.cli import make_parser
 from tandem.cluster.commands import overview
@@ -69,12 +69,16 @@ def test_a_cluster_that_cannot_serve_says_why_and_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
-    [(httpx.Response(401, text="who are you"), RequestError), (httpx.Response(200, json={"other": 1}), InternalError)],
+    ("answer", "error", "why"),
+    [
+        (httpx.Response(401, text="who are you"), RequestError, "who are you"),
+        (httpx.Response(200, json={"other": 1}), InternalError, "did not answer like a Tandem router"),
+        (httpx.Response(302, headers={"location": "https://tandem/"}), Unavailable, "sends to https://tandem/: name"),
+    ],
 )
-def test_what_is_fetched_is_checked(answer: httpx.Response, error: type[Exception]) -> None:
+def test_what_is_fetched_is_checked(answer: httpx.Response, error: type[Exception], why: str) -> None:
     client = ApiClient("http://tandem", None, httpx.MockTransport(lambda request: answer))
-    with pytest.raises(error):
+    with pytest.raises(error, match=why):
         client.read("/ui/state", PageState)
 
 

@@ -96,6 +96,28 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     assert "RuntimeError: oops" in found[0].what
 
 
+def test_an_interrupt_waits_for_no_check() -> None:
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def quick() -> Finding:
+        begun.wait(10)
+        return Finding("quick", Level.OK, "")
+
+    def slow() -> Finding:
+        begun.set()
+        released.wait(10)
+        ended.set()
+        return Finding("slow", Level.OK, "")
+
+    def interrupted(left: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        doctor.run_checks({"quick": quick, "slow": slow}, interrupted)
+    assert not ended.is_set()
+    released.set()
+
+
 @pytest.mark.slow
 def test_a_machine_that_runs_these_tests_is_well_enough() -> None:
     """Everything but NIXL, which has a test of its own. Slow: processes of their own start Ray and import torch."""

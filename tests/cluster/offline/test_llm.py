@@ -33,6 +33,10 @@ def test_it_completes_and_chats_by_vllms_names(start_router: StartRouter) -> Non
         counts = [len(one.outputs[0].token_ids) for one in llm.generate(["a", "b"], each_its_own)]
         assert counts == [1, 2]
 
+        stopping = SamplingParams(max_tokens=5, seed=3, stop=outputs[4].outputs[0].text[-1])
+        (stopped,) = llm.generate("number 4", stopping)
+        assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stopping.stop)
+
         messages = [{"role": "user", "content": "hi"}]
         (chat,) = llm.chat(messages, SamplingParams(max_tokens=3, seed=1, logprobs=2))
         assert len(chat.outputs[0].token_ids) == 3
@@ -51,6 +55,8 @@ def test_what_is_wrong_is_named(start_router: StartRouter) -> None:
         LLM()
     with pytest.raises(ConfigurationError, match="max_model_len"):
         LLM(url=router.url, max_model_len=100)
+    with pytest.raises(ConfigurationError, match=r"the server did not start: .*'/nowhere' is not there"):
+        LLM("/nowhere")
     with LLM(url=router.url) as llm:
         with pytest.raises(RequestError, match="temperature"):
             llm.generate(["a"] * 40, SamplingParams(temperature=-1))

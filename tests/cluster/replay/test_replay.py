@@ -85,6 +85,14 @@ def test_a_trace_whose_writer_died_is_read_up_to_there(trace: Path) -> None:
         replayed(trace, "--step", "999")
 
 
+def test_a_trace_that_goes_on_while_it_is_read_is_shown_as_it_was(trace: Path) -> None:
+    reader = TraceReader(trace)
+    before = [step.snapshot for step in reader]
+    (trace / "decode-0.jsonl").replace(trace / "decode-0.old.jsonl")
+    (trace / "decode-0.jsonl").write_text("of another step\n")
+    assert [step.snapshot for step in reader] == before
+
+
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no scheduler trace"):
         TraceReader(tmp_path)

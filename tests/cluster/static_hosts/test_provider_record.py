@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster.saving import as_json
 from tandem.cluster.static_hosts.record import (
     ClusterRecord,
     LaunchRecord,
     decode,
-    encode,
     new_node_id,
     stranded_nodes,
     with_hosts,
@@ -81,4 +81,4 @@ def test_however_nodes_come_and_go_a_host_has_one_and_an_id_never_returns(steps:
             record = with_tags(record, running[choice % len(running)], {"status": str(choice)})
         hosts = [n.host for n in record.nodes.values()]
         assert len(hosts) == len(set(hosts))
-        assert decode(encode(record), "file") == record
+        assert decode(as_json(record), "file") == record

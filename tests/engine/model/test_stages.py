@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import random
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,49 +36,43 @@ SHAPES = ((2, 2), (4, 2))
 load = partial(driver.load, native=False)
 
 
-Saved = tuple[Path, list[list[int]], list[tiny.Answer]]
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    path = tiny.save(request.param, tmp_path_factory.mktemp("stages"))
-    rng = random.Random(request.param)
-    prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (1, 23, 37)]
-    return path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tiny.Case:
+    return tiny.case_of(request.param, tmp_path_factory.mktemp("stages"), NUM_TOKENS)
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
-def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
+def staged(request: pytest.FixtureRequest, saved: tiny.Case) -> Iterator[TorchRunner]:
     ranks, stages = request.param
     with ranks_here(ranks, partial(load, saved[0]), stages) as runner:
         yield runner
 
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
-def apart(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
+def apart(request: pytest.FixtureRequest, saved: tiny.Case) -> Iterator[TorchRunner]:
     """A runner whose ranks each keep the KV of their layers and heads in their own memory."""
     ranks, stages = request.param
     with ranks_here(ranks, partial(load, saved[0]), stages, []) as runner:
         yield runner
 
 
-def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: Saved) -> None:
+def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: tiny.Case) -> None:
     expect_answers(staged, saved)
 
 
-def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(apart: TorchRunner, saved: Saved) -> None:
+def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(apart: TorchRunner, saved: tiny.Case) -> None:
     assert apart.info.layers is not None
     assert apart.kv_cache.shape[1] == apart.info.layers.slots
     expect_answers(apart, saved)
 
 
-def expect_answers(staged: TorchRunner, saved: Saved) -> None:
+def expect_answers(staged: TorchRunner, saved: tiny.Case) -> None:
     _, prompts, answers = saved
     tokens, logprobs = ([getattr(each, what) for each in answers] for what in ("tokens", "logprobs"))
     Driver(staged).expect(prompts, tokens, logprobs)
 
 
-def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: Saved) -> None:
+def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: tiny.Case) -> None:
     """So what one node computed another goes on from, whichever is cut."""
     path, prompts, answers = saved
     prompt, answer = prompts[2], answers[2].tokens

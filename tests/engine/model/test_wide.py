@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,23 +59,17 @@ class WideCase:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tiny.Case]:
     return {}
 
 
 @pytest.fixture(scope="module", params=WIDE, ids=lambda param: f"{param[0]}-on-{param[1]}")
 def wide(
-    request: pytest.FixtureRequest,
-    saved: dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, saved: dict[str, tiny.Case], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WideCase]:
     name, width = request.param
     if name not in saved:
-        path = tiny.save(name, tmp_path_factory.mktemp("wide"))
-        rng = random.Random(name)
-        prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (1, 23, 37)]
-        prompts.append(prompts[2][:30] + prompts[1][:6])
-        saved[name] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+        saved[name] = tiny.case_of(name, tmp_path_factory.mktemp("wide"), NUM_TOKENS)
     path, prompts, answers = saved[name]
     config = transformers.AutoConfig.from_pretrained(path)
     with ranks_here(width, partial(load, path)) as runner:

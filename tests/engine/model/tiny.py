@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,14 @@ def reference(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Ans
         logprobs = [float(logits.log_softmax(-1).max()) for logits in out.logits]
         answers.append(Answer(out.sequences[0, len(prompt) :].tolist(), logprobs))
     return answers
+
+
+Case = tuple[Path, list[list[int]], list[Answer]]
+
+
+def case_of(name: str, folder: Path, num_tokens: int) -> Case:
+    """A model, prompts of which the last begins as another, and transformers' answers."""
+    path, rng = save(name, folder), random.Random(name)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 23, 37)]
+    prompts.append(prompts[2][:30] + prompts[1][:6])
+    return path, prompts, reference(path, prompts, num_tokens)

@@ -37,11 +37,12 @@ def test_files_stay_within_their_bytes_and_keep_the_newest(tmp_path: Path) -> No
 
 
 def test_a_node_that_starts_again_goes_on_in_its_file(tmp_path: Path) -> None:
-    for start in (b"one\n", b"two\n"):
+    """What its process left half written when it was killed, it writes no further."""
+    for start in (b"one\n", b"two\nthr", b"four\n"):
         file = TraceFile(tmp_path, "d0", 1 << 20)
         file.write(start)
         file.close()
-    assert lines(tmp_path / "d0.jsonl") == [b"one", b"two"]
+    assert lines(tmp_path / "d0.jsonl") == [b"one", b"two", b"four"]
 
 
 def test_a_folder_that_cannot_be_written_ends_the_trace_and_nothing_else(

@@ -35,7 +35,7 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved() -> dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]]:
+def saved() -> dict[str, tiny.Case]:
     return {}
 
 
@@ -59,15 +59,11 @@ def test_mixed_batches_in_chunks(
     ranks: int,
     contexts: int,
     apart: bool,
-    saved: dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]],
+    saved: dict[str, tiny.Case],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     if name not in saved:
-        path = tiny.save(name, tmp_path_factory.mktemp("divided"))
-        rng = random.Random(name)
-        prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (1, 23, 37)]
-        prompts.append(prompts[2][:30] + prompts[1][:6])
-        saved[name] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+        saved[name] = tiny.case_of(name, tmp_path_factory.mktemp("divided"), NUM_TOKENS)
     path, prompts, answers = saved[name]
     tokens, logprobs = ([getattr(each, what) for each in answers] for what in ("tokens", "logprobs"))
     with ranks_here(ranks, partial(load, path), lines=[] if apart else None, contexts=contexts) as runner:
