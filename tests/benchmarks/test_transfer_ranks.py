@@ -12,6 +12,8 @@ from benchmarks.transfer_ranks import LLAMA_1B, RankPairs
 from tandem.kvtransfer.config import TransferConfig
 from tests.more import more
 
+pytestmark = pytest.mark.timeout(600)  # six processes load torch
+
 
 @pytest.mark.parametrize("widths", ["2", "2x", "x2", "3x1", "0x2", "16x16", "2x2x2", "-1x2", "axb"])
 def test_other_widths_are_refused_with_those_that_there_are(widths: str, capsys: pytest.CaptureFixture[str]) -> None:

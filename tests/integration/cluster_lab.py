@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 PATIENCE_S = 90.0
-START_S = 180.0  # how long `tandem serve` may take to answer
+START_S = 300.0  # how long `tandem serve` may take to answer
 END_S = 60.0  # how long it may take to end
 MODEL = "smollm2"
 
