@@ -19,11 +19,12 @@ def read_config(source: ModelSource) -> Any:
     if source.gguf_file is None:
         return None
     # Imported here because few models are GGUF files.
-    from tandem.engine.model.gguf.metadata import Metadata, refuse_parts, whole_config
+    from tandem.engine.model.gguf.metadata import Metadata, refuse_parts, refuse_uneven_heads, whole_config
     from tandem.engine.model.gguf.plain import plain_config
 
     metadata = Metadata(source)
     refuse_parts(metadata)
+    refuse_uneven_heads(metadata)
     return plain_config(metadata) or whole_config(source)
 
 

@@ -77,7 +77,16 @@ class GgufHeader:
             raise ValueError("the file ends too early") from error
         alignment = self.values.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
-        self.tensors = {name: self._mapped(name, kind, shape, start + at) for name, kind, shape, at in places}
+        self.tensors: dict[str, GgufTensor] = {}
+        end = 0
+        for name, kind, shape, at in places:
+            if name in self.tensors:
+                raise ValueError(f"the file has two tensors of the name {name}")
+            # Each follows the one before, as llama.cpp also demands: elsewhere lie another tensor's weights, or none.
+            if at != end:
+                raise ValueError(f"{name} is said to be at {at}, and the tensors before it end at {end}")
+            self.tensors[name] = self._mapped(name, kind, shape, start + at)
+            end += -(-self.tensors[name].data.nbytes // alignment) * alignment
 
     def _take(self, form: str) -> tuple[Any, ...]:
         found = struct.unpack_from(form, self._bytes, self._at)
@@ -116,6 +125,10 @@ class GgufHeader:
 
     def _mapped(self, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], at: int) -> GgufTensor:
         weights, size = GGML_QUANT_SIZES[kind]
+        if shape and shape[0] % weights:
+            raise ValueError(
+                f"{name} has rows of {shape[0]} weights, which are no whole {kind.name} blocks of {weights}"
+            )
         num_bytes = math.prod(shape) // weights * size
         content = self._file[at : at + num_bytes]
         if len(content) < num_bytes:

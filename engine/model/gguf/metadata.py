@@ -94,6 +94,18 @@ def refuse_parts(metadata: Metadata) -> None:
         raise ConfigurationError(f"{source.name} cannot be served: its file names no architecture")
 
 
+def refuse_uneven_heads(metadata: Metadata) -> None:
+    """Who reads queries and keys puts their rows in another order, head by head and in pairs."""
+    for part, key in ((".attn_q.", "attention.head_count"), (".attn_k.", "attention.head_count_kv")):
+        heads = metadata.get(key)
+        for name, tensor in metadata.tensors.items():
+            if part in name and isinstance(heads, int) and heads > 0 and tensor.shape[-1] % (2 * heads):
+                raise ConfigurationError(
+                    f"{metadata.source.name} cannot be served: {name} has {tensor.shape[-1]} rows, which are no whole "
+                    f"pairs for each of {heads} heads"
+                )
+
+
 def complete_config(metadata: Metadata, config: Any) -> None:
     """Adds to the configuration what the file says about the computation and transformers did not read."""
     if getattr(config, "rope_parameters", None):

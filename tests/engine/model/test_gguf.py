@@ -293,3 +293,45 @@ def test_weights_that_have_no_place_in_the_model_are_refused(llama: Path, tmp_pa
     biased = {"blk.0.attn_q.bias": np.ones(32, dtype=np.float32)}
     write_gguf(llama, tmp_path / "biased.gguf", tensors=biased)
     assert "have a place in a model of its kind" in refusal(tmp_path / "biased.gguf")
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(("rows", "tokens"), [(30, None), (40, None), (None, 96), (None, 160)])
+def test_a_tensor_of_another_size_is_named(
+    llama: Path, tmp_path: Path, native: bool, rows: int | None, tokens: int | None
+) -> None:
+    """`rows` divide by the heads or do not; `tokens` are those of a vocabulary that the embedding was not made for."""
+    queries = {"blk.0.attn_q.weight": np.ones((rows, 32), np.float32)} if rows else None
+    write_gguf(llama, tmp_path / "odd.gguf", metadata={"vocab_size": tokens or tiny.VOCAB}, tensors=queries)
+    message = refusal(tmp_path / "odd.gguf", native=native)
+    names = {30: "blk.0.attn_q.weight has 30 rows", 40: "self_attn.q_proj.weight", None: "embed_tokens.weight"}
+    assert names[rows] in message
+
+
+@pytest.mark.parametrize(
+    ("tensor", "missing"), [("blk.1.ffn_up", "model.layers.1.mlp.up_proj"), ("output_norm", "model.norm")]
+)
+@BOTH_PATHS
+def test_a_tensor_that_is_missing_is_named(
+    llama: Path, tmp_path: Path, native: bool, tensor: str, missing: str
+) -> None:
+    write_gguf(llama, tmp_path / "whole.gguf")
+    content = (tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "less.gguf").write_bytes(content.replace(f"{tensor}.weight".encode(), b"x" * len(f"{tensor}.weight")))
+    assert f"lacks {missing}.weight" in refusal(tmp_path / "less.gguf", native=native)
+
+
+def test_a_file_that_was_cut_off_or_written_over_is_refused(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    write_gguf(llama, tmp_path / "whole.gguf", tensors={"blk.9.attn_k.weight": np.ones((16, 32), np.float32)})
+    content = (tmp_path / "whole.gguf").read_bytes()
+    for length in range(0, len(content), len(content) // 23):
+        file.write_bytes(content[:length])
+        assert "broken cannot be" in refusal(file)
+    file.write_bytes(content.replace(b"blk.9.attn_k.weight", b"blk.1.attn_k.weight"))
+    assert "two tensors of the name blk.1.attn_k.weight" in refusal(file)
+    # The name is followed by the number of dimensions, both of them, the type and the offset.
+    at = content.index(b"blk.1.attn_k.weight") + len(b"blk.1.attn_k.weight") + 4 + 2 * 8 + 4
+    for offset in (0, 1 << 62):
+        file.write_bytes(content[:at] + offset.to_bytes(8, "little") + content[at + 8 :])
+        assert "blk.1.attn_k.weight" in refusal(file)
