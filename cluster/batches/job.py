@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError, RequestError, TandemError, Unavailable
 from tandem.cluster.api_client import ApiClient, decoded
+from tandem.machine.digests import write_whole
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 LOOK_S = 1.0
@@ -207,9 +208,7 @@ def read_note(output: Path) -> JobNote | None:
 
 def write_note(output: Path, note: JobNote) -> None:
     path = note_beside(output)
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.write_bytes(msgspec.json.encode(note))
-        part.replace(path)
+        write_whole(path, msgspec.json.encode(note))
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error
