@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.commands.operate import parse_sizes
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.setting_options import add_settings, read_settings
@@ -47,13 +48,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(given: list[str]) -> Mapping[Role, int]:
-    roles = {role.value: role for role in ENGINE_ROLES}
-    sizes: dict[Role, int] = {}
-    for text in given:
-        name, _, size = text.partition("=")
-        if name not in roles or not size.isdecimal():
-            raise ConfigurationError(f"{text!r} must be a role and its nodes, such as prefill=3: {', '.join(roles)}")
-        sizes[roles[name]] = int(size)
+    sizes = parse_sizes(given)
+    for role in sizes.keys() - set(ENGINE_ROLES):
+        raise ConfigurationError(f"{role.value} nodes are not simulated: {', '.join(ENGINE_ROLES)} are")
     return sizes
 
 

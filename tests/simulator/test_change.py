@@ -128,9 +128,19 @@ def test_costs_of_one_role_need_those_of_the_others(router: None, capsys: pytest
     assert "--prefill-costs and --decode-costs need --costs FILE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", ["prefill", "prefill=", "prefill=-1", "encode=2"])
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ("prefill", "write prefill=N, with N from 0"),
+        ("prefill=-1", "write prefill=N, with N from 0"),
+        ("prefill=99999", "write prefill=N, with N from 0"),
+        ("prefill=2 prefill=3", "prefill is given twice"),
+        ("router=2", "there is no pool 'router'"),
+        ("encode=2", "encode nodes are not simulated: prefill, decode, aggregated are"),
+    ],
+)
 def test_a_size_that_cannot_be_meant_is_one_sentence(
-    router: None, capsys: pytest.CaptureFixture[str], size: str
+    router: None, capsys: pytest.CaptureFixture[str], sizes: str, words: str
 ) -> None:
-    assert main([*COMMAND, size]) != 0
-    assert "must be a role and its nodes, such as prefill=3" in capsys.readouterr().err
+    assert main([*COMMAND, *sizes.split()]) == 1
+    assert words in capsys.readouterr().err
