@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _sizes(given: Sequence[str]) -> Mapping[Role, int]:
     sizes = parse_sizes(given)
-    if not {*sizes} <= {*ENGINE_ROLES}:
-        raise ConfigurationError("encoder nodes are not simulated")
+    for role in sizes.keys() - set(ENGINE_ROLES):
+        raise ConfigurationError(f"{role.value} nodes are not simulated: {', '.join(ENGINE_ROLES)} are")
     return sizes
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
 _WIDTH = 120
+_INTERRUPTED = "it was interrupted: what came of a blow that was under way is not known"
 _FINISHED = re.compile(r'^tandem_request_success_total\{finished_reason="(\w+)"[^}]*\} (\S+)$', re.M)
 
 
@@ -112,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if not wants_json(options):
         console.print(f"saved: {folder / 'chaos.json'}", style="dim")
+    if report.failure == _INTERRUPTED:
+        return 130
     return 1 if report.faults else 0
 
 
@@ -194,9 +197,13 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
             style="dim",
         )
     before = finished(urls, key)
-    await _carry_out(conductor, plan, probes, rules.minutes * 60)
+    interrupted = False
+    try:
+        await _carry_out(conductor, plan, probes, rules.minutes * 60)
+    except asyncio.CancelledError:  # what was seen until then is reported
+        interrupted = True
     traffic = probes.counts if probes else own_traffic(before, finished(urls, key))
-    back_s, left = await conductor.until_quiet() if probes else (None, [])
+    back_s, left = await conductor.until_quiet() if probes and not interrupted else (None, [])
     report = ChaosReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["tandem", *sys.argv[1:]]),
@@ -207,7 +214,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         traffic=traffic,
         blocks_back_after_s=back_s,
         left_behind=left,
-        failure=conductor.failure,
+        failure=_INTERRUPTED if interrupted else conductor.failure,
     )
     report.faults = judge(report)
     report.bounds = bounds(report)

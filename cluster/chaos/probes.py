@@ -135,6 +135,9 @@ class Probes:
             counts.requests += 1
             try:
                 text = await self._ask(http, question)
+            except asyncio.CancelledError:
+                counts.requests -= 1  # what would have come of it is not known
+                raise
             except _UnfinishedAnswer as error:
                 self._note(error)
                 await asyncio.sleep(_RETRY_S)  # as a client would after a refusal

@@ -114,6 +114,6 @@ def summary(report: ChaosReport) -> list[str]:
         lines.append(f"whole again after {median(times):.1f} s (median), {max(times):.1f} s at most")
     if report.blocks_back_after_s is not None:
         lines.append(f"every block was free {report.blocks_back_after_s:.1f} s after the last answer")
-    elif not report.left_behind:
+    elif traffic.source == "own":
         lines.append("blocks were not counted: the cluster's own traffic went on")
     return lines

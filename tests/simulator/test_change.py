@@ -141,15 +141,18 @@ def test_costs_of_one_role_need_those_of_the_others(router: None, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("size", "why"),
+    ("sizes", "words"),
     [
-        ("prefill", "write prefill=N"),
-        ("prefill=10001", "N from 0 to 10000"),
-        ("encode=2", "encoder nodes are not simulated"),
+        ("prefill", "write prefill=N, with N from 0"),
+        ("prefill=-1", "write prefill=N, with N from 0"),
+        ("prefill=99999", "write prefill=N, with N from 0"),
+        ("prefill=2 prefill=3", "prefill is given twice"),
+        ("router=2", "there is no pool 'router'"),
+        ("encode=2", "encode nodes are not simulated: prefill, decode, aggregated are"),
     ],
 )
 def test_a_size_that_cannot_be_meant_is_one_sentence(
-    router: None, capsys: pytest.CaptureFixture[str], size: str, why: str
+    router: None, capsys: pytest.CaptureFixture[str], sizes: str, words: str
 ) -> None:
-    assert main([*COMMAND, size]) != 0
-    assert why in capsys.readouterr().err
+    assert main([*COMMAND, *sizes.split()]) == 1
+    assert words in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.chaos.command import describe, finished_in, own_traffic, run
+from tandem.cluster.chaos.conductor import Conductor
 from tandem.cluster.chaos.plan import ChaosRules, ProcessKind, dangers, make_plan
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands import operate
@@ -63,16 +65,16 @@ def test_own_traffic_is_what_the_routers_have_counted_since() -> None:
     assert own_traffic({"stop": 9.0}, {"stop": 2.0}).requests == 0, "one began to count again"
 
 
-def test_the_command_says_what_it_would_do_and_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    class KnownController(DirectCluster):
-        async def view(self) -> ClusterView:
-            return cluster(decode=2)
+class KnownController(DirectCluster):
+    async def view(self) -> ClusterView:
+        return cluster(decode=2)
 
-        async def configuration(self) -> TandemConfig:
-            return TandemConfig()
+    async def configuration(self) -> TandemConfig:
+        return TandemConfig()
 
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
     import_ray()
     from tandem.cluster.on_ray import remote_controller, runtime
 
@@ -80,6 +82,23 @@ def test_the_command_says_what_it_would_do_and_does_nothing(
     monkeypatch.setattr(remote_controller, "chosen", lambda name: name)
     monkeypatch.setattr(remote_controller, "the_controller", lambda name: KnownController())
     monkeypatch.setattr(runtime, "own_address", lambda: "10.0.0.1:6379")
+
+
+@pytest.mark.usefixtures("known")
+def test_an_interrupt_costs_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def interrupted(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Conductor, "run", interrupted)
+    words = ["--address", "h:1", "--yes", "--traffic", "own", "--url", "http://127.0.0.1:9", "--out", str(tmp_path)]
+    assert main(["chaos", *words]) == 130
+    assert "it was interrupted" in json.loads((tmp_path / "chaos.json").read_text())["failure"]
+    with pytest.raises(ConfigurationError, match="is no URL"):
+        run(make_parser().parse_args(["chaos", "--url", "10.0.0.1:8000"]))
+
+
+@pytest.mark.usefixtures("known")
+def test_the_command_says_what_it_would_do_and_does_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--blow", "stop", "--stop", "40", "--to", "decode", "--traffic", "own", "--out", str(tmp_path)]
     assert main(["chaos", *words, "--url", "http://10.0.0.1:8000", "-o", "json"]) == 0
     told = capsys.readouterr()
