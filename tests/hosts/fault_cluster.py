@@ -22,7 +22,7 @@ import yaml
 from lab import RAY, TANDEM, Host, Lab
 from links import CONTROL_PORTS, GCS_PORT, dropped_packets, limit
 
-START_S = 180.0
+START_S = 300.0
 MEND_S = 120.0
 _ASK_S = 10.0
 _LOOK_EVERY_S = 0.2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from fault_runs import Table, plan, read_lines, report
 from fault_table import all_faults
 from tools import install_absent, why_impossible
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.integration]
 
 BOUNDED = (
     "reset: tokens of a decode host",
@@ -28,7 +28,6 @@ BOUNDED = (
     "control: a decode host is not heard, 5 s",
     "crowd: clients leave during slow moves",
 )
-WITHIN_S = 150.0
 
 
 def test_every_fault_has_a_name_of_its_own_and_the_bounded_share_names_some_of_them() -> None:
@@ -80,6 +79,6 @@ def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_come
     install_absent()
     events = [event for event in plan(all_faults()) if event.fault.name in BOUNDED and event.repetition == 0]
     runs: list[Run] = []
-    Table(tmp_path, "tiny", time.monotonic() + WITHIN_S, tmp_path / "logs", runs.append, print).play(events)
-    assert len({run.fault for run in runs}) >= len(BOUNDED) // 2, "the machine is too slow to show anything"
+    Table(tmp_path, "tiny", math.inf, tmp_path / "logs", runs.append, print).play(events)
+    assert {run.fault for run in runs} == set(BOUNDED)
     assert [f"{run.fault}, {run.phase}: {fault}" for run in runs for fault in run.faults] == []
