@@ -11,10 +11,10 @@ from rich.table import Table
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient, key_from_environment
-from tandem.cluster.commands.operate import parse_sizes
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.setting_options import add_settings, read_settings
+from tandem.cluster.config import MOST_NODES
 from tandem.cluster.describe import format_seconds
 from tandem.router.page_state import PageState
 from tandem.simulator.change import INSIDE, change_of
@@ -48,9 +48,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(given: list[str]) -> Mapping[Role, int]:
-    sizes = parse_sizes(given)
-    for role in sizes.keys() - set(ENGINE_ROLES):
-        raise ConfigurationError(f"{role.value} nodes are not simulated: {', '.join(ENGINE_ROLES)} are")
+    roles = {role.value: role for role in ENGINE_ROLES}
+    sizes: dict[Role, int] = {}
+    for text in given:
+        name, _, size = text.partition("=")
+        if name not in roles or not size.isdecimal() or int(size) > MOST_NODES:
+            raise ConfigurationError(
+                f"{text!r} must be a role and its nodes, at most {MOST_NODES}, such as prefill=3: {', '.join(roles)}"
+            )
+        if roles[name] in sizes:
+            raise ConfigurationError(f"{name} is given twice: leave one out")
+        sizes[roles[name]] = int(size)
     return sizes
 
 

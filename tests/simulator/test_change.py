@@ -131,12 +131,12 @@ def test_costs_of_one_role_need_those_of_the_others(router: None, capsys: pytest
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ("prefill", "write prefill=N, with N from 0"),
-        ("prefill=-1", "write prefill=N, with N from 0"),
-        ("prefill=99999", "write prefill=N, with N from 0"),
+        ("prefill", "must be a role and its nodes, at most 10000, such as prefill=3"),
+        ("prefill=-1", "must be a role and its nodes, at most 10000, such as prefill=3"),
+        ("prefill=99999", "must be a role and its nodes, at most 10000, such as prefill=3"),
         ("prefill=2 prefill=3", "prefill is given twice"),
-        ("router=2", "there is no pool 'router'"),
-        ("encode=2", "encode nodes are not simulated: prefill, decode, aggregated are"),
+        ("router=2", "must be a role and its nodes"),
+        ("encode=2", "must be a role and its nodes"),
     ],
 )
 def test_a_size_that_cannot_be_meant_is_one_sentence(
