@@ -1,5 +1,6 @@
 // Activations of the units that multiply bfloat16: tiles of 16 rows and 32 columns, 1 KiB each, in the order in which
-// a matrix product walks through them: along K, then to the next 16 rows.
+// a matrix product walks through them: along K, then to the next 16 rows. Who writes a row's last columns fills its tile with zeros: a
+// product multiplies all of it, and zero times the infinity of an earlier matrix is no zero.
 #pragma once
 
 #include "simd.h"
@@ -20,7 +21,9 @@ TANDEM_INLINE uint16_t* activation_at(void* activation, int k, int row, int colu
 
 // Columns [column, column + W) of a row; `column` is a multiple of W.
 TANDEM_INLINE void put(void* activation, int k, int row, int column, vf v) {
-  store_bf16(activation_at(activation, k, row, column), v);
+  uint16_t* at = activation_at(activation, k, row, column);
+  store_bf16(at, v);
+  if (column + W >= k && column % 32 == 0) store_bf16(at + W, vf{});
 }
 
 TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const float* x, int n) {
@@ -28,6 +31,8 @@ TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const 
   if (column % W == 0)
     for (; i + W <= n; i += W) put(activation, k, row, column + i, load(x + i));
   for (; i < n; i++) *activation_at(activation, k, row, column + i) = float_to_bf16(x[i]);
+  if (column + n < k) return;
+  for (i = k; i < round_up(k, 32); i++) *activation_at(activation, k, row, i) = 0;
 }
 
 // x / (1 + e^-x), exact enough for the bfloat16 that it becomes.
