@@ -191,7 +191,7 @@ def _next_step(node: SimulatedNode, tokens: int) -> float:
     return node._costs.decode.at(len(lengths), sum(lengths) / len(lengths))
 
 
-def _with_large_blocks(config: TandemConfig) -> TandemConfig:
+def with_large_blocks(config: TandemConfig) -> TandemConfig:
     return msgspec.structs.replace(
         config,
         cache=msgspec.structs.replace(config.cache, block_size=BLOCK),
@@ -202,9 +202,7 @@ def _with_large_blocks(config: TandemConfig) -> TandemConfig:
 def routing(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = read_trace(options.trace, options.requests)
     slo, found = ServiceLevel(ttft=options.ttft, tpot=0.02), []
-    config = _with_large_blocks(
-        TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=8)))
-    )
+    config = with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=8))))
     for speed in options.speed:
         traffic = RecordedTraffic(speed).of(rows, 0)
         for name, (policy, chooser) in POLICIES.items():
@@ -307,7 +305,7 @@ class SlowedPools(SimulatedPools):
 def quotes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows, found = read_trace(options.trace, options.requests), []
     pool = PoolConfig(nodes=options.nodes // 2)
-    config = _with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool)))
+    config = with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool)))
     for speed in options.speed:
         traffic = RecordedTraffic(speed).of(rows, 0)
         for nodes, changes in NODES.items():
