@@ -36,7 +36,6 @@ from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.foresight.grading import grade, score_of
-from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.loadgen.traces import read_trace
 from tandem.router.dispatch import Dispatcher, Generation
 from tandem.router.dispatch.ledger import RequestTimings
@@ -78,6 +77,14 @@ COSTS = CostModel(
 def _slow(node: SimulatedNode, times: float) -> None:
     node._costs = slower(node._costs, times)
     node._bound = StepBound(node._costs, BUDGET)
+
+
+def with_large_blocks(config: TandemConfig) -> TandemConfig:
+    return msgspec.structs.replace(
+        config,
+        cache=msgspec.structs.replace(config.cache, block_size=BLOCK),
+        scheduler=msgspec.structs.replace(config.scheduler, max_num_batched_tokens=BUDGET),
+    )
 
 
 def said(seed: int, wanted: int, *, off: float, rate: float) -> tuple[Forecast, list[MeasuredRequest]]:
@@ -151,11 +158,7 @@ class SlowedPools(SimulatedPools):
 def quotes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows, found = read_trace(options.trace, options.requests), []
     pool = PoolConfig(nodes=options.nodes // 2)
-    config = TandemConfig(
-        pools=PoolsConfig(prefill=pool, decode=pool),
-        cache=CacheConfig(block_size=BLOCK),
-        scheduler=SchedulerConfig(max_num_batched_tokens=BUDGET),
-    )
+    config = with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool)))
     for speed in options.speed:
         traffic = RecordedTraffic(speed).of(rows, 0)
         for nodes, changes in NODES.items():

@@ -172,8 +172,11 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grow_after_s: Annotated[
         Seconds,
         fixed("that `slo` is broken before a pool grows: less would follow chance, and more would let users wait"),
-    ] = 10.0
-    shrink_after_s: Annotated[Seconds, about("seconds with room to spare before a pool shrinks")] = 120.0
+    ] = 20.0
+    shrink_after_s: Annotated[
+        Seconds,
+        about("seconds before a pool shrinks that is nearly idle; one with room to spare takes ten times as long"),
+    ] = 120.0
     settle_s: Annotated[
         Seconds, fixed("after a change before measurements count again: they are of the pool before it")
     ] = 15.0

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tandem.base.errors import ConfigurationError
 from tandem.wire.nodes import Role
+from tandem.wire.step_costs import ALONE, TERMS, StepCosts
 
 LEAST_STEP_S = 1e-6
 DEFAULT_START_S = 30.0
@@ -183,6 +184,13 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             decoding = self.decode.at(num_decodes, decode_context / num_decodes)
             seconds = max(seconds + decoding - self.mixed_saved_s, seconds, decoding) if chunks else decoding
         return seconds
+
+    def learnt(self) -> StepCosts:
+        """Returns what such a node tells of steps that write: that they take so long for any number of requests."""
+        one, two = self.decode.at(1, 0), self.decode.at(2, 0)
+        coefficients = [0.0] * TERMS
+        coefficients[ALONE] = max(2 * one - two, 0.0)
+        return StepCosts(tuple(coefficients), rows_seen=1)
 
     def transfer_s(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.transfer.bytes_per_s

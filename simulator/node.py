@@ -77,6 +77,7 @@ class SimulatedNode:
         self._loop = loop
         self._rules = rules
         self._costs = costs
+        self._learnt = costs.learnt()
         self._outcome = outcome
         self._network = network
         self._tell = tell
@@ -427,7 +428,9 @@ class SimulatedNode:
             raise InternalError(f"{self.info.node_id} was asked how it stands at a moment that it was not told of")
         counters = self._counters if self._plan is not None else None
         if counters is None:
-            counters = self._counters = NodeCounters(**counted(stats), steps=self._steps, step_seconds=self._busy_s)
+            counters = self._counters = NodeCounters(
+                **counted(stats), steps=self._steps, step_seconds=self._busy_s, step_costs=self._learnt
+            )
         age_s = 0.0 if self._plan is None else self._loop.time() - self._plan_began
         self._status = status = NodeStatus(
             self.info.node_id,

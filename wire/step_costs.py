@@ -39,7 +39,7 @@ class StepCosts(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def saved_s(self) -> float:
-        """How much less a step takes that does both than two that do one each."""
+        """How much less a step takes that does both than two that do one each: what one takes that only writes, for any number of rows."""
         return self.coefficients[ALONE]
 
     def _sum(self, terms: tuple[float, ...]) -> float:

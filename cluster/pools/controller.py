@@ -258,7 +258,7 @@ class Controller:
         """Does what the load needs. Requires `writing`."""
         new = operator_changes.resized(self._config, self.pools.state, self.pools.facts(), wanted)
         self._foretell_change(new, by_load=True)
-        await self._change_load(new)
+        await self.pools.change_to(new)
 
     async def _change_load(self, new: ClusterState) -> None:
         """Makes a change after which what wings measured does not count. Requires `writing`."""

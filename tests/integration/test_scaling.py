@@ -71,7 +71,7 @@ def test_a_pool_grows_under_load_and_shrinks_without_it_and_no_request_fails(
         config,
         pools=_replace(config.pools, decode=PoolConfig(nodes=1, min=1, max=2)),
         slo=SloConfig(inter_token_s=0.001),  # no node can be this fast
-        autoscaling=AutoscalingConfig(period_s=0.5, grow_after_s=2.0, shrink_after_s=6.0, settle_s=1.0),
+        autoscaling=AutoscalingConfig(period_s=0.5, grow_after_s=2.0, shrink_after_s=2.0, settle_s=1.0),
     )
     with deploy(config) as server:
         with Load(server.url, server.model) as load:

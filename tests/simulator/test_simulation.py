@@ -109,7 +109,7 @@ def test_pools_grow_and_shrink_with_the_load() -> None:
     """By the product's own autoscaler: a quiet time, a busy one that one node cannot serve, a quiet one."""
     limits = PoolConfig(nodes=1, min=1, max=4)
     busy = apart([(20.0 + 0.2 * index, 512, 8) for index in range(300)])
-    rows = [*apart([(2.0, 100, 8)]), *busy, *apart([(85.0 + 15.0 * index, 100, 8) for index in range(20)])]
+    rows = [*apart([(2.0, 100, 8)]), *busy, *apart([(85.0 + 15.0 * index, 100, 8) for index in range(120)])]
     report = simulate(a_setup(rows, prefill=limits, costs=SLOW))
     sizes = [change.size for change in report.changes if change.role == "prefill"]
     assert max(sizes) > 1

@@ -7,23 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
-from tandem.cluster.pools.autoscaling.rules import (
-    MOST_TIMES,
-    Breach,
-    PoolBounds,
-    QuietTimes,
-    Resize,
-    at_its_limit,
-    decide,
-)
+from tandem.cluster.pools.autoscaling.rules import LONG, Breach, PoolBounds, Resize, at_its_limit, decide
 from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
 
 class Autoscaler:
-    """Call `changed` for every change of a pool, whatever caused it: measurements from before it do not describe the pool
-    as it is now."""
+    """Call `changed` for every change of a pool, whatever caused it: measurements from before it do not describe the pools
+    as they are now."""
 
     def __init__(
         self,
@@ -42,28 +34,28 @@ class Autoscaler:
         self._resize = resize
         self._say = say
         self._at_limit: set[Role] = set()  # pools whose limit was reported, so that it is reported once
-        self._changed_at = clock.now()
         self.configure(config)
         self._breaches: dict[Role, dict[int, Breach]] = {}
-        self._quiet = QuietTimes()
 
     def configure(self, config: TandemConfig) -> None:
         self._config = config.autoscaling
         self._slo = config.slo
-        longest_s = MOST_TIMES * self._config.shrink_after_s
+        longest_s = LONG * self._config.shrink_after_s
         self._meter = LoadMeter(math.ceil(longest_s / self._config.period_s) + 1)
         self.changed()
 
     def changed(self) -> None:
-        self._changed_at = self._clock.now()
+        self._changed_at = dict.fromkeys(Role, self._clock.now())
 
     async def run(self) -> None:
         while True:
             await self._clock.sleep(self._config.period_s)
             self._meter.look(self._clock.now(), self._measure(), self._waits())
             pools = self._pools()
-            if not all(pool.is_settled for pool in pools):
-                self.changed()  # a change is in progress: only measurements after its end count
+            changing = [pool.role for pool in pools if not pool.is_settled]
+            if changing:
+                # Only measurements after the end of its change count.
+                self._changed_at |= dict.fromkeys(changing, self._clock.now())
                 continue
             decision = decide(
                 self._clock.now(),
@@ -73,25 +65,18 @@ class Autoscaler:
                 {role: list(known.values()) for role, known in self._breaches.items()},
                 self._slo,
                 self._config,
-                self._quiet,
             )
             if decision is not None:
-                self._quiet.changed(
-                    decision.role,
-                    self._clock.now(),
-                    grew=decision.breach is not None,
-                    shrink_after_s=self._config.shrink_after_s,
-                )
                 if decision.breach is not None:
                     self._breaches.setdefault(decision.role, {})[decision.breach.nodes] = decision.breach
-                self.changed()
+                self._changed_at[decision.role] = self._clock.now()
                 await self._resize(decision)
             for pool in pools:
                 self._look_at_limit(pool)
 
     def _look_at_limit(self, pool: PoolBounds) -> None:
         now, history = self._clock.now(), self._meter.history
-        why = at_its_limit(now, self._changed_at, history, pool, self._slo, self._config)
+        why = at_its_limit(now, self._changed_at[pool.role], history, pool, self._slo, self._config)
         if why is None:
             self._at_limit.discard(pool.role)
         elif pool.role not in self._at_limit:

@@ -28,6 +28,7 @@ class _Work:
 
     busy: float
     step_s: float
+    answering_s: float
     tokens_per_s: float | None  # of prompts
     written_per_s: float
 
@@ -75,6 +76,12 @@ class LoadMeter:
                 1 - (status.room_blocks + status.idle_blocks) / max(1, status.total_blocks) for status in statuses
             ),
             step_s=_mean(stepping),
+            answering_s=_mean(work.answering_s for work in works if work.answering_s > 0),
+            fixed_s=_mean(
+                costs.saved_s
+                for status in statuses
+                if (costs := status.totals.step_costs) is not None and costs.rows_seen
+            ),
             written_per_s=sum(work.written_per_s for work in works),
             wait_s=0.0 if not role.writes_answers else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
         )
@@ -94,14 +101,16 @@ class LoadMeter:
         steps, token_s = counters.steps - before.counters.steps - idle_steps, used_s
         written = counters.output_tokens - before.counters.output_tokens
         written -= counters.idle_tokens_written - before.counters.idle_tokens_written
+        answering = counters.decode_steps - before.counters.decode_steps - idle_steps
+        answering_s = max(0.0, counters.decode_seconds - before.counters.decode_seconds - idle_s)
         if written < steps:
             # Some steps read a prompt while the node had no answer to write: no one waited for a token.
-            steps = counters.decode_steps - before.counters.decode_steps - idle_steps
-            token_s = max(0.0, counters.decode_seconds - before.counters.decode_seconds - idle_s)
+            steps, token_s = answering, answering_s
         return _Work(
             # A step that is still running counts with its age: `step_seconds` grows only when it ends.
             busy=min(1.0, max(used_s, status.step_age_s) / (now - before.at)),
             step_s=token_s / steps if steps > 0 else 0.0,
+            answering_s=answering_s / answering if answering > 0 else 0.0,
             tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
             written_per_s=max(written, 0) / (now - before.at),
         )

@@ -1,16 +1,16 @@
 """When a pool grows or shrinks by itself. Pure: measurements go in, at most one decision comes out.
 
 A pool grows when it keeps missing a target of the operator's: prompts wait too long before they are computed, requests wait too long for
-room in nodes or routers, tokens come too slowly, or blocks run out. It shrinks when one node fewer would have had room to spare all the
-time.
+room in nodes or routers, tokens come too slowly, or blocks run out. It shrinks, by half at most, when fewer nodes would have had room to
+spare all the time.
 
 It does not swing under a steady load, because it remembers with which load a size was too small, and does not return to that size before
 the load is clearly lower. So each size can prove too small only once. When tokens came too slowly, that load is the tokens generated per
 second, which does not depend on the number of nodes. Their busy time would: a step for half as many requests takes less than half as long,
 so two nodes can look idle under a load that was too much for one.
 
-Under bursts every quiet stretch looks like the end of the load. So a pool that had to grow soon after it shrank must be quiet for twice as
-long before it shrinks again (`QuietTimes`).
+A quiet stretch is no sign that the load is gone, so it counts how loaded the pool was at most in `LONG` times `shrink_after_s`. While that is
+not known, a pool shrinks only when it is nearly idle: it was begun with more nodes than the load needs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from tandem.wire.nodes import Role
 # The share of the target for TTFT that a request may wait; the rest is for computing and sending
 QUEUE_SHARE = 0.5
 BLOCKS_LIMIT = 0.9  # with a larger share of blocks taken, requests begin to be preempted
-ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have at most this load
+ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have had at most this load
+NEARLY_IDLE = 0.08  # the same while the load is not known for `LONG` yet
+LONG = 10.0  # times `autoscaling.shrink_after_s`: for so long the load is remembered
 CLEARLY_LOWER = 0.8  # times the load that was too much for a smaller pool
 MOST_OF = 0.8  # this share of the looks at a pool must find it too small before it grows
-SOON = 2.0  # a pool grew soon after it shrank: within this many times its quiet time
-LONG = 4.0  # a pool has not grown for long: for this many times its quiet time
-MOST_TIMES = 16.0  # the longest quiet time, in multiples of `autoscaling.shrink_after_s`
 
 
 class PoolLoad(msgspec.Struct, frozen=True):
@@ -49,6 +48,8 @@ class PoolLoad(msgspec.Struct, frozen=True):
     # How long requests wait for room, in routers (the longest) or in the nodes' lines (the mean). 0 for pools that do not decode.
     wait_s: float = 0.0
     step_s: float = 0.0  # the duration of an engine's step, which is the time between two tokens of a request
+    answering_s: float = 0.0  # of a step that computes no prompt
+    fixed_s: float = 0.0  # as much of such a step is as long for any number of requests, as the nodes have learnt
     written_per_s: float = 0.0  # output tokens of the whole pool
 
 
@@ -69,31 +70,6 @@ class Breach(msgspec.Struct, frozen=True):
     written_per_s: float = 0.0  # output tokens of the pool, if tokens came too slowly; else 0
 
 
-class QuietTimes:
-    """For how many times `autoscaling.shrink_after_s` a pool must have room to spare before it shrinks. The factor doubles when the pool
-    grows soon after it shrank, and halves when it has not grown for long."""
-
-    def __init__(self) -> None:
-        self._times: dict[Role, float] = {}
-        self._shrank_at: dict[Role, float] = {}
-        self._grew_at: dict[Role, float] = {}
-
-    def of(self, role: Role) -> float:
-        return self._times.get(role, 1.0)
-
-    def changed(self, role: Role, now: float, *, grew: bool, shrink_after_s: float) -> None:
-        times = self.of(role)
-        quiet_s = times * shrink_after_s
-        if grew:
-            if now - self._shrank_at.pop(role, -math.inf) <= SOON * quiet_s:
-                self._times[role] = min(2 * times, MOST_TIMES)
-            self._grew_at[role] = now
-        else:
-            if now - self._grew_at.get(role, -math.inf) > LONG * quiet_s:
-                self._times[role] = max(times / 2, 1.0)
-            self._shrank_at[role] = now
-
-
 @dataclass(frozen=True, slots=True)
 class Resize:
     role: Role
@@ -104,28 +80,30 @@ class Resize:
 
 def decide(
     now: float,
-    changed_at: float,
+    changed_at: Mapping[Role, float],
     history: Mapping[Role, Sequence[PoolLoad]],
     pools: Sequence[PoolBounds],
     breaches: Mapping[Role, Sequence[Breach]],
     slo: SloConfig,
     config: AutoscalingConfig,
-    quiet: QuietTimes | None = None,
 ) -> Resize | None:
-    """Returns the most urgent change, or None. `changed_at` is when any pool last changed: measurements until `settle_s` after
-    that do not count, because they describe another pool."""
+    """Returns the most urgent change, or None. `changed_at` is when each pool last changed: no measurement until `settle_s` after that lets it
+    grow, because it describes another pool."""
     if not all(pool.is_settled for pool in pools):
         return None
-    since = changed_at + config.settle_s
-    fresh = {pool.role: [load for load in history.get(pool.role, ()) if load.at >= since] for pool in pools}
-    growths = [growth for pool in pools if (growth := _growth(now, pool, fresh[pool.role], slo, config)) is not None]
+    known = {pool.role: _since(history.get(pool.role, ()), now - LONG * config.shrink_after_s) for pool in pools}
+    growths = []
+    for pool in pools:
+        fresh = _since(known[pool.role], changed_at[pool.role] + config.settle_s)
+        if (growth := _growth(now, pool, fresh, slo, config)) is not None:
+            growths.append(growth)
     if growths:
         return max(growths, key=lambda growth: growth[0])[1]
     for pool in pools:
-        quiet_s = config.shrink_after_s * (quiet.of(pool.role) if quiet is not None else 1.0)
-        shrinking = _shrinking(now, pool, fresh[pool.role], breaches.get(pool.role, ()), slo, config, quiet_s)
-        if shrinking is not None:
-            return shrinking
+        if now - changed_at[pool.role] >= config.shrink_after_s:
+            shrinking = _shrinking(now, pool, known[pool.role], breaches.get(pool.role, ()), slo, config)
+            if shrinking is not None:
+                return shrinking
     return None
 
 
@@ -138,7 +116,7 @@ def at_its_limit(
     config: AutoscalingConfig,
 ) -> str | None:
     """Returns what the pool breaks although it is at its maximum; None if it breaks nothing or may grow."""
-    loads = [load for load in history.get(pool.role, ()) if load.at >= changed_at + config.settle_s]
+    loads = _since(history.get(pool.role, ()), changed_at + config.settle_s)
     if pool.wanted < pool.max_nodes or not _breaking(now, loads, slo, config):
         return None
     name = pool.role.value
@@ -178,29 +156,36 @@ def _shrinking(
     breaches: Sequence[Breach],
     slo: SloConfig,
     config: AutoscalingConfig,
-    quiet_s: float,
 ) -> Resize | None:
-    window = _last(loads, now, quiet_s, config.period_s)
-    size = pool.wanted - 1
-    if not window or size < max(1, pool.min_nodes):
+    """Returns the smallest size, but at least half of the pool, that would have had room to spare for all that is known."""
+    known_s = now - loads[0].at if loads else 0.0
+    least = max(math.ceil(pool.wanted / 2), pool.min_nodes, 1)
+    if known_s < config.shrink_after_s - config.period_s or least >= pool.wanted:
+        return None
+    room = ROOM_TO_SPARE if known_s >= LONG * config.shrink_after_s - 2 * config.period_s else NEARLY_IDLE
+    if _demand(loads[-1], slo) > room * pool.wanted:
+        return None  # without a look at all others
+    if max(max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in loads) > 1:
         return None
     # The highest mean over `grow_after_s` counts: a stretch of that length makes a pool grow.
-    demand = _highest_mean([_demand(load, slo) for load in window], config)
-    if (
-        max(max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in window) > 1
-        or demand > ROOM_TO_SPARE * size
-    ):
-        return None
-    written = _highest_mean([load.written_per_s for load in window], config)
+    demand = _highest_mean([_demand(load, slo) for load in loads], config)
+    written = _highest_mean([load.written_per_s for load in loads], config)
+    size = max(math.ceil(demand / room), least)
     for breach in breaches:
         slow = breach.written_per_s and written > CLEARLY_LOWER * breach.written_per_s
-        if size <= breach.nodes and (slow or demand > CLEARLY_LOWER * breach.demand):
-            return None
+        if slow or demand > CLEARLY_LOWER * breach.demand:
+            size = max(size, breach.nodes + 1)
+    if size >= pool.wanted:
+        return None
     why = (
-        f"{pool.role.value}: from {pool.wanted} to {size}: in {quiet_s:.0f} s "
+        f"{pool.role.value}: from {pool.wanted} to {size}: in {known_s:.0f} s "
         f"{size} would have been {demand / size:.0%} loaded at most"
     )
     return Resize(pool.role, size, why, None)
+
+
+def _since(loads: Sequence[PoolLoad], at: float) -> Sequence[PoolLoad]:
+    return [load for load in loads if load.at >= at]
 
 
 def _last(loads: Sequence[PoolLoad], now: float, seconds: float, period_s: float) -> Sequence[PoolLoad]:
@@ -247,12 +232,15 @@ def _highest_mean(demands: Sequence[float], config: AutoscalingConfig) -> float:
 
 
 def _demand(load: PoolLoad, slo: SloConfig) -> float:
-    """Returns the load in units of nodes. With fewer nodes it grows no faster than each node's share: busy time and blocks are divided
-    among the nodes, and a step's duration grows at most in proportion to its requests."""
+    """Returns the load in units of nodes. With fewer nodes it grows no faster than each node's share: busy time, blocks, and what a step
+    takes for its requests are divided among the nodes."""
     shares = [load.blocks / BLOCKS_LIMIT]
     if load.reads_prompts and not load.writes_tokens:
         # Not for decode nodes: they compute all the time, for one request or for fifty
         shares.append(load.busy)
     if load.writes_tokens:
-        shares.append(load.step_s / slo.inter_token_s)
+        # A decode node that has nothing to do reads prompts, which a smaller pool would not.
+        step_s = load.step_s if load.reads_prompts else load.answering_s or load.step_s
+        fixed_s = min(load.fixed_s, step_s, slo.inter_token_s / 2)
+        shares.append((step_s - fixed_s) / (slo.inter_token_s - fixed_s))
     return load.nodes * max(shares)

@@ -13,6 +13,7 @@ from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.step_costs import ALONE, TERMS, StepCosts
 from tests.cluster.pools.helpers import FakeClock
 
 START_S = 20.0  # how long a node takes to load its model
@@ -23,6 +24,7 @@ BLOCKS = 1000
 BLOCKS_PER_REQUEST = 20
 STEP_S = 0.02  # an empty decode step, and the time that each answer in it adds
 STEP_PER_ANSWER_S = 0.001
+COSTS = StepCosts(tuple(STEP_S if term == ALONE else 0.0 for term in range(TERMS)), rows_seen=1)
 
 
 @dataclass
@@ -158,6 +160,9 @@ class Simulation:
         pool.counters = NodeCounters(
             steps=was.steps + steps,
             step_seconds=was.step_seconds + steps * step,
+            decode_steps=was.decode_steps + steps,
+            decode_seconds=was.decode_seconds + steps * step,
+            step_costs=COSTS,
             output_tokens=was.output_tokens + int(steps * pool.answers / pool.serving),
         )
 

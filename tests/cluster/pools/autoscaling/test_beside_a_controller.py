@@ -95,7 +95,7 @@ async def test_a_pool_without_a_maximum_is_left_alone() -> None:
 async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
     config = TandemConfig(router=RouterConfig("model", "fake"), autoscaling=QUICK)
     async with started(pools=pools(1, PoolConfig(nodes=3, min=2, max=4)), config=config) as rig:
-        await rig.clock.advance(120)
+        await rig.clock.advance(250)
         assert (await pool_of(rig, Role.DECODE)).wanted == 2
         assert rig.node("decode-2").drained_with is not None
 
@@ -113,6 +113,6 @@ async def test_a_machine_that_never_comes_pins_no_pool() -> None:
         assert (await pool_of(rig, Role.PREFILL)).wanted == 2
         for name in ("decode-0", "prefill-0"):
             rig.node(name).free_blocks = 90
-        await rig.clock.advance(400)
+        await rig.clock.advance(1300)
         decode = await pool_of(rig, Role.DECODE)
         assert (decode.wanted, decode.waiting_for_machines) == (1, 0)
