@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_ahead.h"
+#include "attention_bf16.h"
 #include "tile_amx.h"
 
 namespace tandem {
@@ -66,11 +67,11 @@ inline void weigh_lanes(const Steps& steps, int dim, AttentionScratch& s) {
 }
 
 // Scores of the block's keys, [key][lanes]; those of keys that do not exist are left as they were.
-inline void score_few(const Attention& a, const AttentionTask& task, const AttentionTask* next, const Tile& tile,
-                      const Steps& steps, AttentionScratch& s) {
+inline void score_few(const Attention& a, const AttentionTask& task, const Tile& tile, const Steps& steps,
+                      AttentionScratch& s) {
   const int d = a.cache.head_dim, tiles = padded_dim(d) / 32;
   const bool as_they_lie = a.cache.block_shift >= 4 && d % 32 == 0;
-  NextTask ahead(a, next, 0);
+  RowsAhead ahead(a, &task, a.cache.kv_stride);
   pack_queries<true>(a, tile, s.queries[0]);
   for (int step = steps.from; step < steps.to; step++) {
     const int first = steps.first + step * 32;
@@ -154,7 +155,7 @@ inline void soften_few(const Attention& a, const Tile& tile, const Steps& steps,
 inline void weigh_few(const Attention& a, const AttentionTask& task, const AttentionTask* next, int lanes,
                       const Steps& steps, AttentionScratch& s) {
   const int d = a.cache.head_dim, dim = padded_dim(d);
-  NextTask ahead(a, next, a.cache.kv_stride);
+  RowsAhead ahead(a, next, 0);
   for (int column = 0; column < dim; column += kColumnsAtOnce) {
     const int end = min_int(d, column + kColumnsAtOnce);
     const bool two = column + 32 < dim, whole = end % 32 == 0;

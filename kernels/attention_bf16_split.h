@@ -12,7 +12,7 @@ inline void attend_split(const Attention& a, const AttentionTask& task, const At
   const Tile tile = make_tile(a, task, 0);
   const Steps steps = steps_of(tile.begin, tile.end, task.block);
   const Weighted out = partial(a, task, task.block, tile.lanes);
-  score_few(a, task, next, tile, steps, s);
+  score_few(a, task, tile, steps, s);
   soften_few(a, tile, steps, s, out.highest, out.total);
   weigh_few(a, task, next, tile.lanes, steps, s);
   memcpy(out.values, s.sums[0], static_cast<size_t>(tile.lanes) * padded_dim(a.cache.head_dim) * 4);

@@ -1,6 +1,8 @@
 // What both attention kernels share: which rows and keys a tile covers, merging key blocks, writing the result.
 #pragma once
 
+#include <type_traits>
+
 #include "rows.h"
 
 namespace tandem {
@@ -40,6 +42,21 @@ inline Tile make_tile(const Attention& a, const AttentionTask& task, int index) 
   tile.begin = tile.low[0];
   tile.end = tile.limit[kLanes - 1] + 1;
   return tile;
+}
+
+constexpr int kQueryRows = 4;  // of queries: decodes take so many at once
+
+// f(R) for the next of so many rows, R a constant.
+template <typename F>
+TANDEM_INLINE void with_rows(int left, F&& f) {
+  if (left == 1)
+    f(std::integral_constant<int, 1>());
+  else if (left == 2)
+    f(std::integral_constant<int, 2>());
+  else if (left == 3)
+    f(std::integral_constant<int, 3>());
+  else
+    f(std::integral_constant<int, kQueryRows>());
 }
 
 TANDEM_INLINE int64_t key_offset(const Attention& a, const AttentionTask& task, int key) {

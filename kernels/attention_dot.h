@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention_ahead.h"
+#include "attention_bf16.h"
 #include "tile_dot.h"
 
 namespace tandem {
@@ -40,38 +41,24 @@ inline void weigh_lanes(const Steps& steps, int dim, AttentionScratch& s) {
 
 // Decodes: up to 4 query rows by 4 vectors of keys, or of V's columns. K is transposed for that, because V's sums need
 // the weights as rows of keys, which they then are already.
-constexpr int kFewRows = 4;
 constexpr int kKeysAtOnce = 64;
 constexpr int kColumnsAtOnce = 64;
 
-// f(R) for the next of so many rows, R a constant.
-template <typename F>
-TANDEM_INLINE void with_rows(int left, F&& f) {
-  if (left == 1)
-    f(std::integral_constant<int, 1>());
-  else if (left == 2)
-    f(std::integral_constant<int, 2>());
-  else if (left == 3)
-    f(std::integral_constant<int, 3>());
-  else
-    f(std::integral_constant<int, kFewRows>());
-}
-
 // Scores of the block's keys, [lane][key].
-inline void score_few(const Attention& a, const AttentionTask& task, const AttentionTask* next, const Tile& tile,
-                      const Steps& steps, AttentionScratch& s) {
+inline void score_few(const Attention& a, const AttentionTask& task, const Tile& tile, const Steps& steps,
+                      AttentionScratch& s) {
   const int d = a.cache.head_dim, dim = padded_dim(d);
-  NextTask ahead(a, next, 0);
+  RowsAhead ahead(a, &task, a.cache.kv_stride);
   pack_queries<false>(a, tile, s.queries[0]);
   for (int key = steps.from * 32 / kKeysAtOnce * kKeysAtOnce; key < steps.to * 32; key += kKeysAtOnce) {
     for (int from = 0; from < kKeysAtOnce; from += 32) {
       const Rows rows = find_rows(a, task, steps.first + key + from, steps.begin, steps.end);
       if (rows.whole && d % 32 == 0)
-        pack_keys<true, true>(rows, d, s.keys + from * dim * 2, [&] { ahead.fetch(8); });
+        pack_keys<true, true>(rows, d, s.keys + from * dim * 2, [&] { ahead.fetch(16); });
       else
-        pack_keys<false, true>(rows, d, s.keys + from * dim * 2, [&] { ahead.fetch(8); });
+        pack_keys<false, true>(rows, d, s.keys + from * dim * 2, [&] { ahead.fetch(16); });
     }
-    for (int lane = 0; lane < tile.lanes; lane += kFewRows)
+    for (int lane = 0; lane < tile.lanes; lane += kQueryRows)
       with_rows(tile.lanes - lane, [&](auto count) {
         float* out = s.scores[0] + lane * kKeyBlock + key;
         __m512 sums[count][4] = {};
@@ -119,7 +106,7 @@ inline void soften_few(const Attention& a, const Tile& tile, const Steps& steps,
 // The weighted sums of columns of V for some lanes, [lane][dim].
 template <int R, int C>
 TANDEM_INLINE void weigh_columns(const Attention& a, const AttentionTask& task, int lane, int column,
-                                 const Steps& steps, NextTask& ahead, AttentionScratch& s) {
+                                 const Steps& steps, RowsAhead& ahead, AttentionScratch& s) {
   const int d = a.cache.head_dim, dim = padded_dim(d);
   __m512 sums[R][C] = {};
   for (int step = steps.from; step < steps.to; step++) {
@@ -146,9 +133,9 @@ TANDEM_INLINE void weigh_columns(const Attention& a, const AttentionTask& task, 
 inline void weigh_few(const Attention& a, const AttentionTask& task, const AttentionTask* next, int lanes,
                       const Steps& steps, AttentionScratch& s) {
   const int dim = padded_dim(a.cache.head_dim);
-  NextTask ahead(a, next, a.cache.kv_stride);
+  RowsAhead ahead(a, next, 0);
   for (int column = 0; column < dim; column += kColumnsAtOnce)
-    for (int lane = 0; lane < lanes; lane += kFewRows)
+    for (int lane = 0; lane < lanes; lane += kQueryRows)
       with_rows(lanes - lane, [&](auto count) {
         if (column + 32 < dim)
           weigh_columns<count, 4>(a, task, lane, column, steps, ahead, s);

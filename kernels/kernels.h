@@ -196,7 +196,7 @@ struct Kernels {
   void (*add_update)(const Update&, int row, int begin, int end, float* out);
   size_t (*attention_scratch)(int head_dim);
   int64_t (*partial_floats)(int head_dim, int lanes);
-  // `next` is a split task that will soon run, or null. The kernel fetches its K and V meanwhile.
+  // `next` is a split task that will soon run, or null. The kernel fetches its K meanwhile.
   void (*attention)(const Attention&, const AttentionTask&, const AttentionTask* next);
   void (*enter)();  // a thread begins to run kernels; leave() when it has finished
   void (*leave)();

@@ -121,6 +121,71 @@ TANDEM_INLINE void store_bf16(uint16_t* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
+// Transposes W vectors of W words.
+#if defined(__AVX512F__)
+typedef __m512i Words;
+TANDEM_INLINE void transpose(__m512i r[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+#elif defined(__AVX2__)
+typedef __m256i Words;
+TANDEM_INLINE void transpose(__m256i r[8]) {
+  __m256i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+    r[i] = t[i];
+  }
+}
+#else
+typedef vu Words;
+TANDEM_INLINE void transpose(vu r[W]) {
+  for (int i = 1; i < W; i++)
+    for (int j = 0; j < i; j++) {
+      const uint32_t word = r[i][j];
+      r[i][j] = r[j][i];
+      r[j][i] = word;
+    }
+}
+#endif
+
 constexpr float kLog2E = 1.44269504088896341f;
 
 // e^x to about one unit in the last place; 0 below the smallest normal number, -inf included.

@@ -12,7 +12,7 @@ from tandem.kernels import build
 from tests.more import more
 
 FOLDER = Path(build.__file__).parent
-BF16 = ("bf16", "dot", "tile", "ahead", "panels", "compact")
+BF16 = ("bf16", "dot", "tile", "panels", "compact")
 
 
 def headers(unit: str) -> list[str]:
