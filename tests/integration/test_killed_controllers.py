@@ -180,7 +180,7 @@ def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_ta
         "ray.kill(ray.get_actor('controller'), no_restart=True)"
     )
     until_true(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone", BACK_S)
-    assert "it had no controller any more" in tandem("down")
+    assert "it had no controller any more" in tandem("down", status=1)
     until_true(lambda: not actors(ray_nodes), "nothing left", BACK_S)
 
 
