@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port, stream
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port, stream
 
 SETTINGS = ("--model", MODEL, "--port", str(free_port()), "--kv-memory", "256MiB",
             "--set", "router.local_prefill=never")  # fmt: skip
@@ -34,7 +34,7 @@ def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tan
 @pytest.fixture(scope="module")
 def model(tandem: Tandem) -> str:
     """Starts the deployment, waits until it serves, and returns its model's name."""
-    said = tandem("serve", "--detach", "--prefill", "1", "--decode", "1", *SETTINGS, timeout_s=180)
+    said = tandem("serve", "--detach", "--prefill", "1", "--decode", "1", *SETTINGS, timeout_s=START_S)
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     assert "tandem down" in said
     return re.findall(r"ready after [\d.]+ s: (\S+) on 1 prefill node, 1 decode node", said)[0]
@@ -186,7 +186,7 @@ def test_without_detach_everything_ends_with_the_command_however_it_ends(
 
 
 def test_what_a_killed_command_leaves_in_ray_is_not_what_the_next_one_serves(tandem: Tandem, model: str) -> None:
-    said = tandem("serve", "--detach", *SETTINGS, timeout_s=180)
+    said = tandem("serve", "--detach", *SETTINGS, timeout_s=START_S)
     assert "on 1 prefill node, 1 decode node" in said
     assert "took over" not in tandem("status")
     tandem("down")

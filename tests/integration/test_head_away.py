@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port
 from tests.integration.test_serve_command import epochs
 
 AWAY_S = float(os.environ.get("TANDEM_AWAY_S", "10"))
@@ -36,7 +36,7 @@ def ray_nodes(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tandem:
     tandem = Tandem(ray_nodes.address, tmp_path_factory.mktemp("operator"))
     settings = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_prefill=never")
-    said = tandem("serve", "--detach", "--port", str(free_port()), *settings, timeout_s=180)
+    said = tandem("serve", "--detach", "--port", str(free_port()), *settings, timeout_s=START_S)
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     return tandem
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tandem.cluster.cli import main
+from tests.integration.cluster_lab import START_S
 
-START_S = 180.0
 KEY = "an-operators-key"
 SERVED = (
     "--model", "smollm2", "--aggregated", "1", "--kv-memory", "256MiB", "--max-model-len", "512", "--set", "model.exact=require",
