@@ -1,5 +1,5 @@
 # make serve    serve a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     unit tests, and tests with real Ray, NIXL, HTTP and SmolLM2 (about twelve minutes on two cores)
+# make test     unit tests, and tests with real Ray, NIXL, HTTP and SmolLM2 (about ten minutes on two cores)
 # make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
 #                    the third of eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
