@@ -64,7 +64,7 @@ class Conductor(Generic[V]):
         self._say = say
         self._look_every_s = look_every_s
         self.struck: list[BlowReport] = []
-        self.began = 0.0  # of the plan, on this process's monotonic clock
+        self.began = 0.0  # when the plan began, on this process's monotonic clock
         self.failure = ""  # why a blow could not be dealt; "" if all were
 
     async def run(self, plan: Sequence[Strike]) -> None:

@@ -25,8 +25,8 @@ WANTED = "wanted"  # the resources that a deployment's nodes take of machines; t
 WANTED_LABELS = "wanted-labels"
 # Followed by a name: that deployment was started and has not ended; the default namespace
 _STANDS = "stands-"
-# Followed by a number: the turns to place nodes, of which only the one with the highest number counts. Its value is its holder, or
-# nothing when it is over.
+# Followed by a number: a turn to place nodes. Only the turn with the highest number counts. Its value is its holder, or nothing when it
+# is over.
 _PLACING = "placing-"
 # A controller that is killed while it places nodes holds the lock; the others break it when it is this old.
 LONGEST_S = 30.0

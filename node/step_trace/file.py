@@ -67,7 +67,7 @@ class TraceFile:
                 pass
 
     def _cut_half_line(self) -> None:
-        """Of a process that was killed, or whose disk was full: with it the next line would be no record."""
+        """Cuts what a killed process, or a full disk, left of a line: the next line would be joined to it, and be no record."""
         with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:
             if file.seek(0, 2):
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
