@@ -36,7 +36,7 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.wings import RouterWing, wing_types
-from tandem.wire.endpoints import key_of, parse_endpoint, shown
+from tandem.wire.endpoints import address_of, key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
 from tandem.wire.sockets import admit
@@ -85,9 +85,8 @@ class RouterServer:
     def base_url(self) -> str:
         if self._port is None:
             raise InternalError("RouterServer has no address before start()")
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         scheme = "http" if self._config.tls_certificate is None else "https"
-        return f"{scheme}://{host}:{self._port}"
+        return f"{scheme}://{address_of(self._config.host, self._port)}"
 
     @property
     def door(self) -> str:

@@ -25,7 +25,11 @@ class Endpoint(NamedTuple):
     @property
     def address(self) -> str:
         """The endpoint without its key, for people."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address_of(self.host, self.port)
+
+
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_endpoint(text: str) -> Endpoint | None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,10 @@ import httpx
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.tasks import Tasks
+from tandem.cluster.api_client import trusted
 from tandem.cluster.picker.choice import RouterChoice
 from tandem.cluster.picker.known_routers import ANSWER_S, LOOK_S, KnownRouters, RouterName
+from tandem.wire.endpoints import address_of
 
 if TYPE_CHECKING:
     import grpc
@@ -29,12 +30,11 @@ ENDS_WITHIN_S = 100.0  # answers that stream through it then break off; a second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routers", metavar="ADDRESS[,ADDRESS…]", required=True,
-        help="the routers, as HOST:PORT, or https://HOST:PORT with TLS; each address of a host's name is a router, "
+        help="the routers, as HOST:PORT, or https://HOST:PORT with TLS (SSL_CERT_FILE names further certificates to trust); each address of a host's name is a router, "
         "so a headless Service stands for all its pods",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", default=9002, help="port to listen at (default 9002)")
-    parser.add_argument("--ca", type=Path, metavar="FILE", help="certificates that the routers' are checked against")
     parser.add_argument(
         "--tls-certificate", metavar="FILE", help="the gateway must then speak TLS; needs --tls-key, too"
     )
@@ -57,13 +57,14 @@ async def _serve(names: list[RouterName], options: argparse.Namespace) -> None:
     from tandem.cluster.picker.processing import Picker  # loads gRPC
 
     tasks, choice = Tasks(), RouterChoice()
-    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, verify=_trusted(options.ca)) as http:
+    verify = trusted("https://" if any(name.is_tls for name in names) else "http://")
+    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, verify=verify) as http:
         routers = KnownRouters(names, http, choice.forget)
         server = Picker(routers, choice).server()
         port = _listen(server, options)
         await server.start()
         tasks.keep("routers", lambda: _look(routers))
-        print(f"the picker listens at {options.host}:{port}", flush=True)
+        print(f"the picker listens at {address_of(options.host, port)}", flush=True)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,18 +82,10 @@ async def _look(routers: KnownRouters) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def _trusted(ca: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise ConfigurationError(f"--ca: {ca}: {error.strerror or error}") from error
-
-
 def _listen(server: grpc.aio.Server, options: argparse.Namespace) -> int:
     import grpc
 
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    address = f"{host}:{options.port}"
+    address = address_of(options.host, options.port)
     with contextlib.suppress(RuntimeError):
         if options.tls_certificate is None:
             return int(server.add_insecure_port(address))

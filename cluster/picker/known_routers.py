@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import httpx
 
 from tandem.base.errors import ConfigurationError
+from tandem.wire.endpoints import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class KnownRouters:
         except (OSError, TimeoutError) as error:
             logger.warning("%s cannot be looked up: %s", name.host, error or f"no answer within {ANSWER_S:.0f} s")
             return [(address, router.name) for address, router in self._found.items() if router.name == name]
-        return [(_shown(ip, name.port), name) for ip in dict.fromkeys(str(each[4][0]) for each in found)]
+        return [(address_of(ip, name.port), name) for ip in dict.fromkeys(str(each[4][0]) for each in found)]
 
     async def _ask(self, address: str, router: _Router) -> None:
         was_ready = router.is_ready
@@ -119,7 +120,3 @@ class KnownRouters:
         if router.is_ready != was_ready:
             said = "takes requests" if router.is_ready else f"takes no requests: {router.said}"
             logger.log(logging.INFO if router.is_ready else logging.ERROR, "router %s %s", address, said)
-
-
-def _shown(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

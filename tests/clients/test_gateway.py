@@ -3,9 +3,7 @@ it which router to ask."""
 
 from __future__ import annotations
 
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,26 +15,13 @@ import pytest
 import yaml
 
 from tests.clients.test_clients import program, url
+from tests.cluster.picker.test_picker import picker
 from tests.integration.cluster_lab import free_port, until_true
 
 __all__ = ["url"]
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 CHOSEN = "x-gateway-destination-endpoint"
 ASK: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-
-
-@contextmanager
-def picker(routers: str) -> Iterator[int]:
-    command = [sys.executable, "-m", "tandem.cluster.cli", "picker", "--port", "0", "--routers", routers]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"listens at \S+:(\d+)", process.stdout.readline())
-        assert found is not None
-        yield int(found[1])
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def endpoint(port: int) -> dict[str, Any]:
@@ -77,7 +62,7 @@ def by_metadata(port: int) -> dict[str, Any]:
     }
 
 
-def configuration(port: int, router: int, picks: int, cluster: dict[str, Any]) -> dict[str, Any]:
+def configuration(port: int, router: int, picks: str, cluster: dict[str, Any]) -> dict[str, Any]:
     http = "type.googleapis.com/envoy.extensions.filters.http"
     duplex = "FULL_DUPLEX_STREAMED"
     process = {
@@ -117,7 +102,7 @@ def configuration(port: int, router: int, picks: int, cluster: dict[str, Any]) -
         {"name": "tandem", "connect_timeout": "5s", **cluster},
         {
             "name": "picker", "type": "STATIC", "connect_timeout": "5s", "typed_extension_protocol_options": grpc,
-            "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint(picks)]}]},
+            "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint(int(picks.rpartition(":")[2]))]}]},
         },
     ]  # fmt: skip
     return {"static_resources": {"listeners": [listener], "clusters": clusters}}
@@ -154,7 +139,7 @@ def test_a_gateway_asks_the_router_that_it_is_told(url: str, tmp_path: Path, clu
     router = httpx.URL(url).port
     assert router is not None
     with (
-        picker(f"127.0.0.1:{free_port()},127.0.0.1:{router}") as picks,
+        picker("--routers", f"127.0.0.1:{free_port()},127.0.0.1:{router}") as (_, picks),
         envoy(tmp_path, free_port(), router, picks, cluster(router)) as gateway,
     ):
         until_true(lambda: status(gateway) == 200, "the router is known", 30)
@@ -178,7 +163,10 @@ def test_a_gateway_asks_the_router_that_it_is_told(url: str, tmp_path: Path, clu
 
 def test_a_gateway_without_a_router_says_so(tmp_path: Path) -> None:
     dead = free_port()
-    with picker(f"127.0.0.1:{dead}") as picks, envoy(tmp_path, free_port(), dead, picks, by_header(dead)) as gateway:
+    with (
+        picker("--routers", f"127.0.0.1:{dead}") as (_, picks),
+        envoy(tmp_path, free_port(), dead, picks, by_header(dead)) as gateway,
+    ):
 
         def refusal() -> str:
             answer = httpx.get(gateway, trust_env=False)
