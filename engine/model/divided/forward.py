@@ -10,6 +10,24 @@ from tandem.engine.model.runner import Batch, Forward, LayerHooks
 from tandem.engine.model.shard import Shard
 
 
+class _SavedOneLayerLate:
+    """Reports a layer as saved when rank 0 has every rank's keys and values of the next one: each rank gives those only
+    after it has written the layer to its own cache, from where they go to other nodes. The last layers are reported when
+    the step is over."""
+
+    def __init__(self, hooks: LayerHooks) -> None:
+        self._hooks = hooks
+        self._written: int | None = None
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self._hooks.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        if self._written is not None:
+            self._hooks.save_kv_layer(self._written)
+        self._written = layer
+
+
 class DividedForward:
     def __init__(self, forward: Forward, exchange: KVExchange, shard: Shard) -> None:
         self._forward, self._exchange = forward, exchange
@@ -21,6 +39,9 @@ class DividedForward:
         rows = None if runs is None else [rows_of(own) for own in runs]
         self._exchange.begin(batch, rows, context)
         logits = torch.empty(0)
+        if hooks is not None and not self._exchange.is_idle:
+            # What rank 0 computes alone, other ranks write whenever it comes to them.
+            hooks = None if runs is None else _SavedOneLayerLate(hooks)
         if runs is not None:
             logits = self._forward(part_of(batch, runs[context]), hooks)
         elif context == 0:

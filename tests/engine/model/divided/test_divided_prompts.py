@@ -113,7 +113,12 @@ def test_a_step_is_over_when_no_rank_uses_its_blocks(small: Path, apart: bool, m
         assert written == (list(range(runner.info.num_layers)) if apart else []), "a decode is rank 0's"
 
 
-def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("apart", "alone"), [(False, False), (True, False), (True, True)])
+def test_a_layer_is_saved_when_all_ranks_have_written_it(
+    small: Path, apart: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`alone`: rank 0 computes the step by itself, because no prompt is long enough for both."""
+    monkeypatch.setattr(division, "LEAST_ROWS", 1000 if alone else 1)
     written: list[int] = []
 
     class Watching(Recorder):
@@ -121,7 +126,7 @@ def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatc
             super().save_kv_layer(layer)
             assert layer in written, f"layer {layer} leaves before every rank has written it"
 
-    with ranks_here(2, partial(load, small), contexts=2) as runner:
+    with ranks_here(2, partial(load, small), lines=[] if apart else None, contexts=2) as runner:
         late_on_other_ranks(monkeypatch, exchange.KVExchange, "_write", written)
         hooks = Watching()
         driver = Driver(runner)
