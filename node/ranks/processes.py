@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 END_S = 2.0  # how long a rank may take to end by itself
-_COMPLAINT_S = 0.1  # how long a rank's error waits for the end of another rank, which may be its cause
-_VERDICT_S = 1.0  # how long an error waits for the verdict that explains it
+_COMPLAINT_S = 0.1  # until the end of another rank on this machine is seen
+_VERDICT_S = 1.0  # and until an error in this process has the verdict that explains it
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromRank).decode
@@ -117,6 +117,9 @@ class RankProcesses:
         self.plan = plan
         self._owner = owner
         self._most_ticks = max(1, round(silence_s / TICK_S))
+        # How long a rank's error waits for its cause: the end of another rank, or of another machine.
+        elsewhere = plan.size > len(plan.ranks)
+        self._complaint_s = _COMPLAINT_S + (silence_s + TICK_S if elsewhere else 0.0)
         self.changed = threading.Condition()
         self.verdict: TandemError | None = None
         self._stopping = False
@@ -179,9 +182,9 @@ class RankProcesses:
         self._wakeup.wake()
 
     def cause_of(self, error: Exception) -> Exception:
-        """Waits up to `_VERDICT_S` for a verdict and returns it, because an error here may follow from a rank's end; else returns `error`."""
+        """Waits for a verdict and returns it, because an error here may follow from a rank's end; else returns `error`."""
         with self.changed:
-            self.changed.wait_for(lambda: self.verdict is not None, _VERDICT_S)
+            self.changed.wait_for(lambda: self.verdict is not None, self._complaint_s + _VERDICT_S)
             return self.verdict or error
 
     @property
@@ -330,7 +333,7 @@ class RankProcesses:
             # When a rank ends, the collectives of the others raise. Delay this error, so that the end, its cause, is judged first.
             rank.complaint = f"rank {rank.number}: {message.why}"
             if self._complaint is None:
-                self._complaint = time.monotonic() + _COMPLAINT_S, InternalError(rank.complaint)
+                self._complaint = time.monotonic() + self._complaint_s, InternalError(rank.complaint)
         return True
 
     def _tick(self) -> None:
