@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import sys
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tandem.base.errors import ConfigurationError
-from tandem.cluster.config import PoolConfig
+from tandem.api.sequence import SequenceSpec
+from tandem.base.errors import ConfigurationError, InternalError
+from tandem.cluster.cli import main
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.replay.reading import TraceReader
+from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.costs import BesideCost
-from tandem.simulator.outcome import NodeLoad, SimulationReport
-from tandem.simulator.simulation import simulate
-from tandem.simulator.traffic import PlayedTraffic
+from tandem.node.step_trace.records import StepTrace
+from tandem.router.config import LocalPrefill, RouterConfig
+from tandem.simulator.clock import VirtualLoop
+from tandem.simulator.costs import BesideCost, read_costs
+from tandem.simulator.node import SimulatedNode
+from tandem.simulator.outcome import AnswerTimes, NodeLoad, SimulationReport
+from tandem.simulator.simulation import SimulationSetup, _Simulation, simulate
+from tandem.simulator.traffic import PlayedTraffic, rows_of_steps
+from tandem.wire.nodes import Role
+from tandem.wire.requests import RequestFacts, Submit
+from tandem.wire.sampling import SamplingParams
+from tests.engine.scheduling.driving import Driver
 from tests.simulator.worlds import a_setup, apart, node_costs
 
 
@@ -148,3 +166,222 @@ def test_an_interrupt_leaves_no_task_that_complains_of_its_loop(monkeypatch: pyt
         simulate(a_setup(rows), on_answer=interrupted)
     gc.collect()
     assert complaints == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set(timers: list[tuple[int, bool]]) -> None:
+    loop = VirtualLoop()
+    ran: list[tuple[int, int]] = []
+    handles = [loop.call_at(float(when), ran.append, (when, index)) for index, (when, _) in enumerate(timers)]
+    for handle, (_, cancelled) in zip(handles, timers, strict=True):
+        if cancelled:
+            handle.cancel()
+    loop.call_at(4.0, loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert ran == sorted((when, index) for index, (when, cancelled) in enumerate(timers) if not cancelled)
+
+
+def test_a_callback_that_fails_ends_the_run_with_its_error_and_so_does_waiting_for_what_never_happens() -> None:
+    loop = VirtualLoop()
+    ran: list[float] = []
+    loop.call_at(1.0, [].pop)
+    loop.call_at(2.0, ran.append, 2.0)
+    with pytest.raises(IndexError):
+        loop.run_forever()
+    loop.close()
+    assert ran == []
+    loop = VirtualLoop()
+    for _ in range(300):
+        loop.call_at(1.0, loop.stop).cancel()
+    with pytest.raises(InternalError, match="never happens"):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+EXAMPLE = Path(__file__).parents[2] / "simulator" / "example.json"
+
+
+def busy(report: SimulationReport) -> float:
+    return sum(load.busy * load.seconds for load in report.nodes) / sum(load.seconds for load in report.nodes)
+
+
+def test_a_batch_fills_what_is_idle_and_users_do_not_feel_it() -> None:
+    """SmolLM2 on cores of a Xeon, two nodes of each role, 16 requests of up to 900 tokens in about 90 s."""
+    draw = np.random.default_rng(3)
+    arrivals = np.cumsum(draw.exponential(6.0, size=16))
+    rows = [TraceRow(float(at), int(draw.integers(50, 900)), int(draw.integers(5, 60))) for at in arrivals]
+    alone = a_setup(rows, prefill=2, decode=2, costs=read_costs(EXAMPLE))
+    before = simulate(alone)
+    beside = simulate(msgspec.structs.replace(alone, line=TraceRow(0.0, 400, 100)))
+    assert (beside.served, beside.refused, beside.failed) == (16, 0, 0)
+    assert beside.lines > 50
+    assert (busy(beside) - busy(before)) / (1 - busy(before)) > 0.9
+    assert before.ttft_ms is not None
+    assert beside.ttft_ms is not None
+    assert beside.ttft_ms.p99 < 1.05 * before.ttft_ms.p99
+    assert before.itl_ms is not None
+    assert beside.itl_ms is not None
+    assert beside.itl_ms.p99 < 1.05 * before.itl_ms.p99
+
+
+def traced(folder: Path, lengths: list[tuple[int, int]], *, num_blocks: int = 60) -> Path:
+    lines: list[bytes] = []
+    driver = Driver(num_blocks=num_blocks, caching=False, watcher=StepTrace("decode-0", lines.append))
+    for number, (prompt, answer) in enumerate(lengths):
+        driver.add(f"req-{number}", prompt=prompt, max_tokens=answer)
+        if number % 2:
+            driver.step()
+    driver.run()
+    half = next(index for index in range(len(lines) // 2, len(lines)) if b"step_snapshot" in lines[index])
+    (folder / "decode-0.old.jsonl").write_bytes(b"".join(lines[:half]))
+    (folder / "decode-0.jsonl").write_bytes(lines[0] + b"".join(lines[half:]))
+    return folder / "decode-0.jsonl"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(2, 12)), min_size=1, max_size=12))
+def test_every_request_is_there_with_its_lengths(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int]]
+) -> None:
+    """In a pool that has to preempt, too."""
+    file = traced(tmp_path_factory.mktemp("trace"), lengths, num_blocks=12)
+    rows = rows_of_steps(TraceReader(file))
+    assert sorted((row.input_tokens, row.output_tokens) for row in rows) == sorted(lengths)
+    assert rows[0].arrival_s == 0.0
+    assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
+
+
+def test_it_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "node.json"
+    costs.write_bytes(msgspec.json.encode(node_costs()))
+    file = traced(tmp_path, [(9, 4), (5, 3), (12, 2)])
+    given_words = ["simulate", "--costs", str(costs), "--trace", str(file), "--aggregated", "1"]
+    assert main([*given_words, "--prefill", "0", "--decode", "0", "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["served"], report["prompt_tokens"], report["output_tokens"]) == (3, 26, 9)
+
+
+PIN_S = 2.0
+
+
+class Agents(_Simulation):
+    """A cluster of that many prefill and decode nodes, with agents instead of recorded traffic."""
+
+    def __init__(self, nodes: int = 2) -> None:
+        costs = node_costs()
+        config = TandemConfig(
+            pools=PoolsConfig(prefill=PoolConfig(nodes=nodes), decode=PoolConfig(nodes=nodes)),
+            scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=PIN_S),
+            cache=CacheConfig(block_size=16),
+            router=RouterConfig(tokenizer_path="none", model_name="agents", local_prefill=LocalPrefill.NEVER),
+        )
+        super().__init__(SimulationSetup(config, dict.fromkeys(Role, costs), PlayedTraffic([])), None, None)
+        self.decisions: list[str] = []
+        self.places: list[str] = []
+        self.cached: list[int] = []
+
+    async def _arrive(self, requests: asyncio.TaskGroup, guard: asyncio.Task[None]) -> None:
+        await asyncio.sleep(1.0)
+        await self.work()
+        guard.cancel()
+
+    async def work(self) -> None:
+        """What a test's agent does."""
+        raise NotImplementedError
+
+    def _on_submit(self, submit: Submit) -> None:
+        times = AnswerTimes(self._loop.time(), len(submit.prompt_token_ids))
+        self._outcome.live.setdefault(submit.request_id, times)
+
+    async def turn(self, prompt: list[int], name: int, called: list[str], *, is_last_step: bool = False) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, seed=name)
+        spec = SequenceSpec(
+            "turn",
+            RequestFacts(prompt_token_ids=prompt, sampling=sampling, job_id="j", is_last_step=is_last_step),
+            self._loop.time() + 100,
+        )
+        generation = await self._dispatcher.generate([spec], "agents", eager=False)
+        (life,) = generation.lives
+        while not life.ended:
+            await generation.news()
+        assert life.error is None
+        generation.turn_ended(called)
+        self.decisions.append(life.decisions[-1].reason)
+        self.places.append(life.decisions[-1].node_names)
+        self.cached.append(life.cached_tokens or 0)
+        await asyncio.sleep(0.01)
+        return [*prompt, *life.ledger.tokens]
+
+    def pinned(self) -> dict[str, int]:
+        found = {node.info.node_id: node.scheduler.stats().pinned_requests for node in self.nodes}
+        return {name: count for name, count in found.items() if count}
+
+    @property
+    def nodes(self) -> list[SimulatedNode]:
+        return self._pools.nodes
+
+    def used(self) -> int:
+        for node in self.nodes:
+            node.scheduler.schedule()
+        every = [node.scheduler.stats() for node in self.nodes]
+        return sum(stats.total_blocks - stats.free_blocks for stats in every)
+
+
+def play(agents: Agents) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(agents.run())
+    finally:
+        loop.close()
+
+
+def test_turns_are_pinned_on_both_nodes_and_go_back_there():
+    class OneJob(Agents):
+        async def work(self) -> None:
+            text = [7] * 400
+            for index in range(4):
+                text = await self.turn(text, 10 + index, ["grep"])
+                assert sorted(self.pinned().values()) == [1, 1]
+                text += [100 + index] * 50
+                await asyncio.sleep(0.5)
+            await self.turn(text, 99, [], is_last_step=True)
+            assert self.pinned() == {}
+            assert self.used() == 0
+
+    agents = OneJob()
+    play(agents)
+    assert len(set(agents.places)) == 1
+    assert all("its job's last turn is there" in reason for reason in agents.decisions[1:])
+    # The prefill node has each turn's prompt, but not its answer.
+    assert agents.cached[0] == 0
+    assert all(cached >= 400 for cached in agents.cached[1:])
+
+
+def test_the_prefill_node_keeps_a_prompt_while_its_answer_is_written():
+    class LongAnswer(Agents):
+        async def work(self) -> None:
+            turn = self._loop.create_task(self.turn([7] * 400, 10, ["grep"]))
+            await asyncio.sleep(0.5)
+            (name,) = self.pinned()
+            assert name.startswith("prefill")
+            await turn
+            assert len(self.pinned()) == 2
+
+    play(LongAnswer())
+
+
+def test_a_slow_tool_is_pinned_nowhere_once_it_is_known():
+    class Slow(Agents):
+        async def work(self) -> None:
+            text = await self.turn([7] * 400, 10, ["test"])
+            assert len(self.pinned()) == 2
+            await asyncio.sleep(20)
+            text = await self.turn([*text, *[8] * 50], 11, ["test"])
+            assert self.pinned() == {}
+            await self.turn([*text, *[9] * 50], 12, ["grep"])
+            assert len(self.pinned()) == 2
+            await asyncio.sleep(PIN_S)
+            assert self.used() == 0
+
+    play(Slow(nodes=1))  # each node learns for itself
