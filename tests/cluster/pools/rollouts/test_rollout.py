@@ -7,9 +7,7 @@ import contextlib
 from collections import Counter
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, RolloutConfig, TandemConfig
@@ -315,14 +313,6 @@ class Watched:
 
 
 Blow = tuple[str, int, float]
-BLOWS = st.lists(
-    st.tuples(
-        st.sampled_from(["nothing", "kill a node", "kill the controller", "back"]),
-        st.integers(0, 5),
-        st.sampled_from([1.0, 4.0, 11.0, 40.0]),
-    ),
-    max_size=8,
-)
 
 
 @pytest.mark.parametrize(
@@ -334,21 +324,6 @@ BLOWS = st.lists(
     ],
 )
 def test_whatever_happens_meanwhile_all_nodes_have_one_configuration_in_the_end(
-    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
-) -> None:
-    roll_out_under_blows(sizes, surge, unavailable, broken, blows)
-
-
-@pytest.mark.more
-@settings(max_examples=12, deadline=None)
-@given(
-    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    surge=st.integers(0, 2),
-    unavailable=st.sampled_from([None, 0, 1]),
-    broken=st.sampled_from(["none", "none", "all", "late"]),
-    blows=BLOWS,
-)
-def test_many_blows_leave_one_configuration(
     sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
 ) -> None:
     roll_out_under_blows(sizes, surge, unavailable, broken, blows)
