@@ -115,6 +115,8 @@ def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(start_router:
         router.expected(prompt, 4, seed=seed) for prompt in ("the fox", "a dog") for seed in (10, 11)
     ]
     assert body["usage"]["completion_tokens"] == 16
+    echoed = router.complete(prompt=["the fox", "a dog"], echo=True, max_tokens=1).json()["choices"]
+    assert [choice["text"][:5] for choice in echoed] == ["the f", "a dog"], "each begins with its own prompt"
 
 
 def test_token_ids_are_a_prompt(router: RunningRouter, tokenizer: Tokenizer) -> None:
