@@ -133,7 +133,6 @@ WINGS: dict[str, Wing] = {
         ("engine/model/speculation/", "engine/scheduling/drafting/"),
         (
             "tests/engine/scheduling/test_drafting.py",
-            "tests/engine/scheduling/test_speculation.py",
             "tests/engine/test_draft_model.py",
             "tests/engine/test_eagle.py",
             "tests/engine/test_mtp.py",

@@ -51,7 +51,6 @@ OWN_CLUSTERS = {
     "test_crossed_served.py",
     "test_images_served.py",
     "test_killed_controllers.py",
-    "test_killed_rollouts.py",
     "test_monitoring.py",
     "test_nccl_connector.py",
     "test_nodes_apart.py",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,28 +71,6 @@ def test_pools_grow_and_shrink_under_load_without_a_failed_request(tandem: Tande
         tandem.until_roles(prefill=1, decode=1)
         done = load.finished
         tandem.until(lambda nodes: load.finished > done + 2, "requests finished on the smaller pools")
-
-
-def test_a_controller_that_is_killed_comes_back_and_disturbs_no_stream(
-    tandem: Tandem, model: str, ray_nodes: RayNodes
-) -> None:
-    before = {name: node["incarnation"] for name, node in tandem.nodes().items()}
-    first = ray_nodes.pid_of("ray::ControllerActor")
-    killed = threading.Event()
-
-    def kill(count: int) -> None:
-        if count == 5:
-            os.kill(first, signal.SIGKILL)
-            killed.set()
-
-    lines = stream(tandem.url, model, "A long story begins:", 400, kill)
-    assert killed.is_set()
-    assert len(lines) >= 400
-    said = tandem("status")  # asked of the new one
-    assert re.search(r"took over 2 nodes", said), said
-    assert ray_nodes.pid_of("ray::ControllerActor") != first
-    assert {name: node["incarnation"] for name, node in tandem.nodes().items()} == before
-    assert len(ray_nodes.processes("ray::DecodeActor")) == 1
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -308,21 +308,6 @@ class TestPromptsAsEmbeddings:
         assert after["prompt_tokens_computed"] == before["prompt_tokens_computed"]
         assert after["prompt_tokens_cached"] - before["prompt_tokens_cached"] >= 2 * (32 + 192)
 
-    @pytest.mark.parametrize(
-        ("rows", "why"),
-        [
-            (torch.zeros(4, 64), "rows of this model have 576 numbers, not 64"),
-            (torch.full((4, 576), torch.nan), "infinite, or none (NaN)"),
-            (torch.zeros(4, 576).double(), "must be of type float32"),
-        ],
-    )
-    def test_what_does_not_fit_the_model_is_the_clients_mistake(
-        self, server: RunningDeployment, rows: torch.Tensor, why: str
-    ) -> None:
-        answer = ask_with(server, encoded(rows))
-        assert answer.status_code == 400, answer.text
-        assert why in answer.json()["error"]["message"]
-
 
 def encoded(rows: torch.Tensor) -> str:
     return base64.b64encode(save({"rows": rows})).decode()

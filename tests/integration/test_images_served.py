@@ -66,11 +66,3 @@ def test_the_answers_are_generates_and_the_tower_runs_on_the_prefill_side(
     assert counters["prompt_tokens_cached"] > 0
     assert server.counters("decode")["encoder_tokens"] == 0
     assert server.counters("decode")["transfer_bytes_received"] > 0
-
-
-def test_what_is_no_image_reaches_no_node(seeing: tuple[RunningDeployment, Path]) -> None:
-    server, _ = seeing
-    part = {"type": "image_url", "image_url": {"url": data_url(FILES[0][:200])}}
-    response = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_image"

@@ -53,15 +53,6 @@ def model(server: RunningDeployment) -> str:
     return server.model
 
 
-@pytest.fixture(scope="module")
-def sentence(client: openai.OpenAI, model: str) -> str:
-    """The greedy answer about the capital."""
-    answer = client.chat.completions.create(model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24)
-    text = answer.choices[0].message.content or ""
-    assert "Paris" in text
-    return text
-
-
 class TestCompletions:
     def test_text_and_its_tokens_are_the_same_prompt(
         self, client: openai.OpenAI, model: str, server: RunningDeployment
@@ -74,17 +65,6 @@ class TestCompletions:
             for prompt in (PROMPT, tokens)
         ]
         assert texts[0] == texts[1] != ""
-
-    def test_several_prompts_have_their_answers_in_order(
-        self, client: openai.OpenAI, model: str, expected: list[ExpectedAnswer]
-    ) -> None:
-        some = expected[:4]
-        prompts = [item.prompt for item in some]
-        answer = client.completions.create(model=model, prompt=prompts, temperature=0, max_tokens=16)
-        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-        assert [choice.text for choice in answer.choices] == [item.text for item in some]
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
 
     def test_echo_puts_the_prompt_in_front_with_its_log_probabilities(self, client: openai.OpenAI, model: str) -> None:
         answer = client.completions.create(
@@ -100,35 +80,6 @@ class TestCompletions:
 
 
 class TestChats:
-    def test_a_stream_says_what_the_whole_answer_says(self, client: openai.OpenAI, model: str, sentence: str) -> None:
-        parts = client.chat.completions.create(
-            model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24, stream=True
-        )
-        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == sentence
-
-    def test_a_stop_string_is_found_across_tokens_and_never_shown(
-        self, client: openai.OpenAI, model: str, sentence: str
-    ) -> None:
-        stop = sentence[len(sentence) // 2 - 3 : len(sentence) // 2 + 4]
-        fields: Any = {"model": model, "messages": CAPITAL, "temperature": 0, "stop": [stop]}
-        whole = client.chat.completions.create(**fields, max_completion_tokens=24)
-        parts = client.chat.completions.create(**fields, max_completion_tokens=24, stream=True)
-        shown = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        assert whole.choices[0].finish_reason == "stop"
-        assert whole.choices[0].message.content == shown == sentence[: sentence.index(stop)]
-
-    def test_log_probabilities_come_with_their_alternatives(self, client: openai.OpenAI, model: str) -> None:
-        answer = client.chat.completions.create(
-            model=model, messages=CAPITAL, temperature=0, max_completion_tokens=6, logprobs=True, top_logprobs=3
-        )
-        logprobs = answer.choices[0].logprobs
-        assert logprobs is not None
-        assert logprobs.content is not None
-        assert "".join(token.token for token in logprobs.content) == answer.choices[0].message.content
-        for token in logprobs.content:
-            assert len(token.top_logprobs) == 3
-            assert token.top_logprobs[0].token == token.token, "greedy takes the likeliest"
-
     def test_a_prefix_that_was_read_before_is_counted_unless_the_salt_is_another(
         self, client: openai.OpenAI, model: str, expected: list[ExpectedAnswer]
     ) -> None:

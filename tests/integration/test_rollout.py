@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import threading
 from collections import Counter
 from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.cluster.config import RolloutConfig, TandemConfig
@@ -19,6 +19,7 @@ from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tests.integration.cluster_lab import free_port
 from tests.integration.conftest import Deploy, LoopThread, RunningDeployment, float32_config
 from tests.integration.reference import NEW_TOKENS, ExpectedAnswer
 
@@ -108,50 +109,24 @@ def test_nodes_are_replaced_under_load_and_every_answer_is_of_one_content(
         server.until_quiet()
 
 
-def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
-    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
+@pytest.mark.parametrize("setting", ["max_failovers", "port"])
+def test_a_router_is_replaced_under_load_and_no_request_fails_at_its_address(
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, setting: str
 ) -> None:
+    """Also while routers move to another port: the old one answers until the new one does."""
     config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
     prompts = [[(7 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
+    value = free_port() if setting == "port" else 5
     with deploy(config) as server:
         control = server.deployment.control
         expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
         with Asking(server, prompts, on_new_connections=True) as asking:
             server.until(lambda _: len(asking.answers) > 2, "the old router answers")
-            router = _replace(config.router, max_failovers=5, model_name=server.model, tokenizer_path=str(smollm2_path))
+            names = {"model_name": server.model, "tokenizer_path": str(smollm2_path)}
+            router = _replace(config.router, **names, **{setting: value})
             change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
-            assert (change.nodes, change.routers, change.replaced) == ([], ["router.max_failovers"], ["router"])
-            server.until(
-                lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
-                "the old router has gone",
-            )
-            done = len(asking.answers)
-            server.until(lambda _: len(asking.answers) > done + 4, "answers of the new router")
-        assert asking.failures == []
-        assert set(asking.answers) <= set(enumerate(expected))
-        view = loop_thread.run(control.view())
-        assert (view.rollout, view.revision) == (None, change.revision)
-        assert [one.url for one in view.routers] == [server.url]
-        assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}
-        server.until_quiet()
-
-
-def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old_one(
-    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
-) -> None:
-    config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
-    prompts = [[(13 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    with deploy(config) as server:
-        control = server.deployment.control
-        expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
-        with Asking(server, prompts, on_new_connections=True) as asking:
-            server.until(lambda _: len(asking.answers) > 2, "the old router answers")
-            router = _replace(config.router, port=port, model_name=server.model, tokenizer_path=str(smollm2_path))
-            change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
-            assert (change.nodes, change.routers, change.refused) == ([], ["router.port"], [])
+            assert (change.nodes, change.routers, change.refused) == ([], [f"router.{setting}"], [])
+            assert setting == "port" or change.replaced == ["router"]
             server.until(
                 lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
                 "the old router has gone",
@@ -162,8 +137,10 @@ def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old
         assert set(asking.answers) <= set(enumerate(expected))
         view = loop_thread.run(control.view())
         assert (view.rollout, view.revision) == (None, change.revision)
-        assert [one.url for one in view.routers] == [f"http://127.0.0.1:{port}"] == [server.deployment.url]
-        with httpx.Client(base_url=server.deployment.url, timeout=60, trust_env=False) as http:
+        url = f"http://127.0.0.1:{value}" if setting == "port" else server.url
+        assert [one.url for one in view.routers] == [url] == [server.deployment.url]
+        assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
             assert server.complete(prompts[0], NEW_TOKENS, http=http)["choices"][0]["text"] == expected[0]
         server.until_quiet()
 

@@ -146,30 +146,21 @@ def test_a_conversation_goes_on_from_states_that_were_kept(model: str, direction
         expect_all_free(*engines)
 
 
-@pytest.mark.parametrize("direction", ["push", *more(["pull"])])
-def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: Answers) -> None:
-    """The producer goes on after the prompt, which no prefill node does. Its state is then that of a later token."""
+@pytest.mark.parametrize(
+    ("direction", "produced", "block_size"), [("push", 4, 4), ("push", 1, 8), *more([("pull", 4, 4)])]
+)
+def test_a_state_that_cannot_be_taken_is_not_handed_over(
+    direction: str, produced: int, block_size: int, answers: Answers
+) -> None:
+    """The producer goes on after the prompt, which no prefill node does, and its state is that of a later token; or blocks have two
+    sizes, and a state's bytes lie in the order of its own. The decode node reads the prompt itself."""
     path, expected = answers("lfm2")
-    transfer = TransferConfig(direction=direction)  # type: ignore[arg-type]
+    transfer = TransferConfig(direction=direction, timeout_s=2.0, handshake_timeout_s=2.0)  # type: ignore[arg-type]
     with (
-        start(path, f"p-stale-{direction}", transfer, ahead=False) as producer,
-        start(path, f"c-stale-{direction}", transfer, ahead=False) as consumer,
+        start(path, f"p-{direction}-{block_size}", transfer, ahead=False) as producer,
+        start(path, f"c-{direction}-{block_size}", transfer, ahead=False, block_size=block_size) as consumer,
     ):
-        found = hand_over(producer, consumer, "r", PROMPTS[-1], NEW_TOKENS, produced=4)
-        assert found == expected[-1]
+        assert hand_over(producer, consumer, "r", PROMPTS[-1], NEW_TOKENS, produced=produced) == expected[-1]
         assert "received" not in consumer.stats().outcomes
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == LENGTHS[-1]
         expect_all_free(producer, consumer)
-
-
-def test_between_blocks_of_two_sizes_nothing_is_handed_over(answers: Answers) -> None:
-    """A state's bytes lie in the order of its own blocks. The decode node reads the prompt itself."""
-    path, expected = answers("lfm2")
-    transfer = TransferConfig(timeout_s=2.0, handshake_timeout_s=2.0)
-    with (
-        start(path, "p-sizes", transfer, ahead=False) as producer,
-        start(path, "c-sizes", transfer, ahead=False, block_size=8) as consumer,
-    ):
-        assert hand_over(producer, consumer, "r", PROMPTS[-1], NEW_TOKENS) == expected[-1]
-        assert "received" not in consumer.stats().outcomes
-        assert consumer.engine.scheduler.stats().prompt_tokens_computed == LENGTHS[-1]

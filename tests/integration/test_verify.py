@@ -110,17 +110,6 @@ def test_an_answer_is_made_again_by_its_receipt(
     assert "it is the receipt of another request, which differs in its prompt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"), [({"stream": True}, "not with stream"), ({"n": 2}, "is of one answer, and this request has 2")]
-)
-def test_a_receipt_that_cannot_be_given_is_refused(
-    changes: dict[str, Any], said: str, together: RunningDeployment
-) -> None:
-    answer = together.http.post("/v1/completions", json={**REQUEST, **changes}, headers={RECEIPT: "sign"})
-    assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
-
-
 @pytest.mark.more  # a deployment of its own; tests/cluster/verify has what is said of other bits
 def test_another_type_gives_other_bits(
     deploy: Deploy, smollm2_path: Path, key: Path, together: RunningDeployment, capsys: pytest.CaptureFixture[str]

@@ -1,7 +1,9 @@
-"""The connector in docs/connectors.md, unchanged, must pass all tests of the contract."""
+"""The connectors in docs/connectors.md and docs/contributing.md, unchanged."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +32,18 @@ def test_the_document_names_every_outcome() -> None:
     text = DOCUMENT.read_text()
     assert not [outcome for outcome in Outcome if f"`{outcome.value}`" not in text]
     assert TransferStats().outcomes == {}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
+
+
+def test_the_connector_logs_what_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = re.search(r"^```python connector\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "my_connector.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    caplog.set_level(logging.INFO, logger="my_connector")
+    hand_over_by(TransferConfig(connector="my_connector:create"))
+    assert "r: 37 tokens arrived" in caplog.messages

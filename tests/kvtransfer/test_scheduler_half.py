@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
 import pytest
 from kv_fake_engine import FakeRequest, FakeStep, consume, produce
 
-from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
+from tandem.base.errors import ConfigurationError
+from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, KVCacheMemory, LoadFailure
+from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
@@ -18,10 +25,14 @@ from tandem.kvtransfer.protocol.commands import (
     StepCommands,
     VoidSend,
 )
-from tandem.kvtransfer.protocol.halves import SchedulerHalf, token_hash
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf, token_hash
+from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
+from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.wire.embeds import PromptEmbeds
+from tandem.wire.handoff import CacheMemory
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
+from tests.wire.members import address_of
 
 PEER = PeerAddress("peer", 9, "tcp://peer")
 TOKENS = list(range(10))
@@ -217,3 +228,98 @@ def test_the_states_after_the_last_token_are_handed_over() -> None:
 def test_states_of_a_later_token_are_not(steps: list[int], computed: int) -> None:
     """A step that ran ahead took them along, though what it sampled is void. The consumer computes the prompt itself."""
     assert sent_with_states(steps, computed) == [AbandonSend("r", "t", kept=True)]
+
+
+class ClosingTransport(Transport):
+    """Notes whether a socket listened at an address when it was closed."""
+
+    name = "closing"
+    endpoint = ""
+    was_reachable = False
+
+    def close(self) -> None:
+        host, port = address_of(self.endpoint)
+        with socket.create_connection((host, int(port)), timeout=5):
+            self.was_reachable = True
+
+    def register(self, memory: KVCacheMemory) -> CacheMemory:
+        raise NotImplementedError
+
+    def connect(self, memory: CacheMemory) -> RemoteId:
+        raise NotImplementedError
+
+    def disconnect(self, remote: RemoteId) -> None:
+        raise NotImplementedError
+
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
+        raise NotImplementedError
+
+    def is_done(self, handle: HandleId) -> bool:
+        raise NotImplementedError
+
+
+def test_a_node_that_nobody_listens_for_any_more_writes_nothing_any_more() -> None:
+    """Peers reuse their blocks when they find its address closed."""
+    transport = ClosingTransport()
+    context = ConnectorContext("n", 1, "127.0.0.1", 4, TransferConfig(), wake=lambda: None)
+    worker = WorkerHalf(context, transport, Direction.PUSH)
+    transport.endpoint = worker.peer_endpoint
+    worker.shutdown()
+    assert transport.was_reachable
+
+
+def context(**config: object) -> ConnectorContext:
+    return ConnectorContext("n", 1, "127.0.0.1", 16, TransferConfig(**config), lambda: None)  # type: ignore[arg-type]
+
+
+def test_every_registered_connector_is_there() -> None:
+    for name in CONNECTORS:
+        assert callable(find_connector(name))
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigurationError, match=r"no connector 'teleport'; there are .*nixl"):
+        find_connector("teleport")
+
+
+@pytest.mark.parametrize("name", ["", ":", "os:", ":create", "no.such.module:create", "os:no_such_name", "os:sep"])
+def test_a_path_that_leads_nowhere_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"transfer\.connector"):
+        find_connector(name)
+
+
+def test_a_module_that_fails_to_import_is_a_configuration_error(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "broken_connector.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="no_such_dependency"):
+        find_connector("broken_connector:create")
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"direction": "sideways"}, r"transfer\.direction must be one of push, pull, not 'sideways'"),
+        ({"options": {"speed": "11"}}, r"transfer\.options of the nixl connector: .*speed"),
+        ({"options": {"progress_ms": "0"}}, r"progress_ms must be at least 1"),
+        ({"options": {"progress_ms": "often"}}, r"transfer\.options of the nixl connector"),
+        ({"options": {"backend": "CARRIER_PIGEON"}}, r"no 'CARRIER_PIGEON' here, only .*UCX"),
+        ({"lease_s": 0}, r"transfer\.lease_s must be above 0"),
+        ({"lease_s": 1e9}, r"transfer\.lease_s must be at most 3600"),
+        ({"timeout_s": -1}, r"transfer\.timeout_s must be above 0"),
+        ({"handshake_timeout_s": float("nan")}, r"transfer\.handshake_timeout_s must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(config: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        create_connector(context(**config))
+
+
+@pytest.mark.slow
+def test_naming_a_connector_does_not_load_the_others() -> None:
+    """Slow: a Python of its own, to see what it has imported."""
+    program = (
+        "import sys; import tandem.kvtransfer.registry as r; r.find_connector('json:dumps');"
+        "print([m for m in sys.modules if m.startswith(('nixl', 'torch', 'tandem.kvtransfer.nixl'))])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "[]"

@@ -191,9 +191,8 @@ async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
     assert (wide.admission.promised, wide.counts) == (0, (0, 0)), "given back, though four never began"
 
 
-async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up() -> None:
-    """Not only with a node's next status."""
-    place = Place(1000, 1000, tokens=100)
+async def passed_over(place: Place) -> tuple[asyncio.Task[Slots], asyncio.Task[Slots]]:
+    """A request for more blocks than are free, which so many others have passed as may; and the next one."""
     place.begin(await place.want(50))
     large = place.want(80, "large")
     await settle()
@@ -204,6 +203,12 @@ async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up()
         (await small).release_all()
     last = place.want(10, "small")
     await settle()
+    return large, last
+
+
+async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up() -> None:
+    """Not only with a node's next status."""
+    large, last = await passed_over(Place(1000, 1000, tokens=100))
     assert not last.done()
     large.cancel()
     await settle()
@@ -212,16 +217,7 @@ async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up()
 
 async def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
     place = Place(1000, 1000, tokens=100)
-    place.begin(await place.want(50))
-    large = place.want(80, "large")
-    await settle()
-    for _ in range(MOST_PASSED_OVER):
-        small = place.want(10, "small")
-        await settle()
-        place.admission.pump()
-        (await small).release_all()
-    last = place.want(10, "small")
-    await settle()
+    large, last = await passed_over(place)
     place.admission.pump()
     assert not last.done(), "its blocks are kept free from here on"
     place.free = 100

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 
 from tandem.base.errors import Unavailable
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy.choose import expected_first_token_s, make_policy
+from tandem.router.policy.choose import at_mirror, expected_first_token_s, make_policy, with_cache_peers
 from tandem.router.policy.views import NodeRates, NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
-from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.router.prefixes import MARKED_PLACES, PrefixRecord, PromptHashes
+from tandem.wire.nodes import NodeInfo, NodeState, PeerAddress, Role
+from tandem.wire.requests import CachePeers, NodeCounters, NodeStatus
+from tests.router.conftest import StartRouter
 
 
 def node(
@@ -269,3 +272,202 @@ def test_what_a_tier_has_to_load_counts_as_long_as_it_takes() -> None:
         decision = decide(nodes, ask(tokens=500, cached=cached, loading_s={"p0": seconds}))
         assert decision.prefill is not None
         assert decision.prefill.node_id == chosen, seconds
+
+
+def goes_local(snapshot: PoolSnapshot, tokens: int, **request: object) -> bool:
+    return names(decide(snapshot, ask(tokens, **request), local=LocalPrefill.AUTO))[0] is None
+
+
+def one_of_each(handover: float | None, decode: dict[str, Any], **prefill: Any) -> PoolSnapshot:
+    return pools(node("p0", **prefill), node("d0", **decode), handover=handover)
+
+
+BUSY = {"running": 1}
+
+
+@pytest.mark.parametrize(
+    ("away", "local"),
+    [
+        ((one_of_each(0.05, BUSY), 400), (one_of_each(0.05, BUSY), 40)),
+        ((one_of_each(0.001, BUSY), 40), (one_of_each(0.2, BUSY), 40)),
+        ((one_of_each(0.05, {"running": 30}), 40), (one_of_each(0.05, BUSY), 40)),
+        ((one_of_each(0.01, {"running": 2}), 40), (one_of_each(0.01, {"running": 2}, waiting_tokens=5000), 40)),
+        ((one_of_each(0.02, {"running": 3}), 2000), (one_of_each(0.02, {"running": 3}), 2000, {"d0": 1990})),
+        ((one_of_each(0.05, BUSY | {"rate": 100}, rate=1e4), 100), (one_of_each(0.05, BUSY | {"rate": None}, rate=1e4), 100)),
+    ],
+    ids=["the prompt", "the handover", "streams that would stall", "the prefill node's queue", "what is cached", "its own rate, or its peers'"],
+)  # fmt: skip
+def test_the_line_moves_with(away: tuple[PoolSnapshot, int], local: tuple[Any, ...]) -> None:
+    assert not goes_local(*away)
+    assert goes_local(local[0], local[1], cached=local[2] if local[2:] else {})
+
+
+def test_until_everything_is_measured_prompts_are_sent_away() -> None:
+    assert not goes_local(one_of_each(None, {}), 5)
+    assert not goes_local(one_of_each(0.01, {"rate": None}, rate=None), 5)
+
+
+def test_no_line_is_so_long_that_streams_stand_still_for_a_prompt() -> None:
+    crowded = node("p0", waiting_tokens=50_000)
+    assert goes_local(pools(crowded, node("d0"), handover=0.01), 500)  # no request is being decoded
+    assert not goes_local(pools(crowded, node("d0", running=1), handover=0.01), 500)
+    assert not goes_local(pools(crowded, node("d0", waiting=1), handover=0.01), 500)
+    assert goes_local(pools(crowded, node("d0", running=1, rate=100_000), handover=0.01), 500)
+
+
+def test_the_decision_says_what_it_compared() -> None:
+    decision = decide(pools(node("p0"), node("d0"), handover=0.05), ask(40), local=LocalPrefill.AUTO)
+    assert "40 uncached tokens cost 40 ms here and 90 ms sent to p0" in decision.reason
+
+
+def block_hashes(tokens: list[int], size: int, salt: str | None) -> list[int]:
+    return PromptHashes(tokens, salt).of(size)
+
+
+def overlap(record: PrefixRecord, node_id: str, hashes: list[int]) -> int:
+    """How many leading blocks the node likely has cached."""
+    bit = record.bits.of(node_id)
+    return next((blocks for blocks, nodes in record.levels(hashes) if nodes & bit), 0)
+
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def common_blocks(left: list[int], right: list[int], size: int) -> int:
+    count = 0
+    while (count + 1) * size <= min(len(left), len(right)) and left[: (count + 1) * size] == right[
+        : (count + 1) * size
+    ]:
+        count += 1
+    return count
+
+
+@given(sent=st.lists(TOKENS, max_size=4), prompt=TOKENS, size=st.sampled_from([1, 2, 4]))
+def test_overlap_is_the_longest_common_prefix_as_far_as_it_is_marked(
+    sent: list[list[int]], prompt: list[int], size: int
+) -> None:
+    record = PrefixRecord()
+    for tokens in sent:
+        record.sent("n", block_hashes(tokens, size, None))
+    common = max((common_blocks(tokens, prompt, size) for tokens in sent), default=0)
+    found = overlap(record, "n", block_hashes(prompt, size, None))
+    assert found == max((place for place in MARKED_PLACES if place <= common), default=0)
+    assert found >= common * 7 / 8
+
+
+def test_nodes_and_salts_are_apart() -> None:
+    record = PrefixRecord()
+    record.sent("n", block_hashes([1, 2, 3, 4], 2, "salt"))
+    assert overlap(record, "n", block_hashes([1, 2, 3, 4], 2, "salt")) == 2
+    assert overlap(record, "n", block_hashes([1, 2, 3, 4], 2, None)) == 0
+    assert overlap(record, "m", block_hashes([1, 2, 3, 4], 2, "salt")) == 0
+
+
+def test_it_holds_as_much_as_the_node_and_forgets_the_longest_unused() -> None:
+    record = PrefixRecord()
+    record.set_capacity("n", 2)
+    first, second = block_hashes([1, 1, 1], 1, None), block_hashes([2], 1, None)
+    record.sent("n", first[:2])
+    record.sent("n", second)
+    assert overlap(record, "n", second) == 1
+    assert overlap(record, "n", first) == 1  # of a prompt the last block goes first, as in a node's cache
+    record.forget("n")
+    assert overlap(record, "n", second) == 0
+
+
+@given(prompt=TOKENS, output=TOKENS, size=st.sampled_from([1, 2, 4]))
+def test_hashes_that_are_known_are_gone_on_from(prompt: list[int], output: list[int], size: int) -> None:
+    hashes = PromptHashes(prompt, "salt")
+    assert hashes.of(size) == block_hashes(prompt, size, "salt")
+    assert hashes.with_output(size, output) == block_hashes(prompt + output, size, "salt")
+
+
+def sharing(node_id: str, *, mirrors: bool = True, aggregated: bool = False) -> NodeView:
+    view = node(node_id, aggregated=aggregated)
+    info = msgspec.structs.replace(view.info, tier_endpoint=f"tier://{node_id}", mirrors=mirrors)
+    return msgspec.structs.replace(view, info=info)
+
+
+def named(
+    prefill: NodeInfo | None, decode: NodeInfo, *views: NodeView, cached: Mapping[str, int] | None = None
+) -> RoutingDecision:
+    """The peers that a request names to its nodes, out of these."""
+    pool = pools(*views)
+    by_name = {view.node_id: view for view in pool.decode}
+    return with_cache_peers(RoutingDecision(prefill, decode, ""), pool, cached or {}, by_name, sorted(by_name))
+
+
+P0, P1, D0, D1, D2 = (sharing(name) for name in ("p0", "p1", "d0", "d1", "d2"))
+
+
+@pytest.mark.parametrize(
+    ("cached", "source"),
+    [
+        ({"p1": 64}, "p1"),
+        ({"d1": 64}, "d1"),  # what was decoded there
+        ({"p1": 64, "p0": 64}, None),
+        ({"p1": 64, "p0": 63}, None),  # less than a block more
+        ({}, None),
+    ],
+)
+def test_the_node_that_reads_the_prompt_is_told_who_has_more_of_it(
+    cached: Mapping[str, int], source: str | None
+) -> None:
+    decision = named(P0.info, D0.info, P0, P1, D0, D1, cached=cached)
+    assert (decision.source.node_id if decision.source else None) == source
+
+
+def test_nodes_that_share_nothing_are_not_named() -> None:
+    alone = node("d0")
+    decision = named(None, alone.info, P0, alone, D1, cached={"p0": 64, "d1": 64})
+    assert (decision.source, decision.mirror) == (None, None)
+
+
+def test_each_decode_node_has_one_mirror_and_none_is_its_own() -> None:
+    def mirror_of(*views: NodeView) -> str | None:
+        found = named(None, views[0].info, *views).mirror
+        return found.node_id if found else None
+
+    assert mirror_of(D0, D1, D2, P0) == "d1"
+    assert mirror_of(D1, D2, D0) == "d2"
+    assert mirror_of(D2, D0, D1) == "d0"
+    assert mirror_of(D0, sharing("d1", mirrors=False), P0) is None
+
+
+def test_a_request_whose_node_is_gone_goes_to_its_mirror() -> None:
+    views = {"d1": D1, "d2": D2}
+    decision = at_mirror(ask(mirror=D2.info, avoid=frozenset({"d0"})), views)
+    assert decision is not None
+    assert names(decision) == (None, "d2"), "it needs no prefill node"
+    assert at_mirror(ask(), views) is None
+    assert at_mirror(ask(mirror=D2.info), {"d1": D1}) is None, "it is gone as well"
+    assert at_mirror(ask(mirror=D2.info, avoid=frozenset({"d2"})), views) is None, "it failed the request itself"
+    again = msgspec.structs.replace(D2, info=msgspec.structs.replace(D2.info, epoch=2))
+    assert at_mirror(ask(mirror=D2.info), {"d1": D1, "d2": again}) is None, "it was started again, and has nothing"
+
+
+def test_a_stream_goes_on_at_the_mirror(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=0)
+    decode = {name: router.add(name, Role.DECODE, mirrors=True) for name in ("d0", "d1", "d2")}
+    router.wait_for(lambda: router.in_view() >= set(decode), "all nodes")
+    for each in decode.values():
+        each.set(pause_at=5)
+    with router.stream(max_tokens=12, seed=9) as events:
+        text = events.text(count=5)
+        lost = max(decode.values(), key=lambda each: len(each.running))
+        ring = sorted(decode)
+        mirror = decode[ring[(ring.index(lost.info.node_id) + 1) % 3]]
+        (first,) = lost.submits
+        there = PeerAddress(mirror.info.node_id, mirror.info.epoch, mirror.info.tier_endpoint)
+        assert first.cache_peers == CachePeers(mirror=there)
+        mirror.resume()
+        router.remove(lost.info.node_id).kill()
+        rest = events.rest()
+    assert rest.pop() == "[DONE]"
+    text += "".join(body["choices"][0]["text"] for body in rest)
+    assert text == router.expected("the fox", 12, seed=9)
+    (moved,) = mirror.submits
+    assert moved.transfer is None
+    assert len(moved.output_token_ids) == 5
+    assert moved.cache_peers is not None
+    assert moved.cache_peers.mirror is not None, "it has one of its own from now on"

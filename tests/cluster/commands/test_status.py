@@ -1,11 +1,12 @@
-"""`tandem status --url`: the cluster on one screen, from one router."""
+"""`tandem status --url` and `tandem top`: the cluster on one screen, from one router; and what a start shows of itself."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import ssl
-from typing import Any
+from typing import Any, TextIO, cast
 
 import httpx
 import msgspec
@@ -16,10 +17,18 @@ from tandem.base.errors import ConfigurationError, InternalError, RequestError, 
 from tandem.cluster.api_client import ApiClient, trusted
 from tandem.cluster.cli import make_parser
 from tandem.cluster.commands import overview
+from tandem.cluster.commands.output import UnfailingOutput
 from tandem.cluster.commands.overview import Overview
+from tandem.cluster.commands.progress import Display, StartStep
+from tandem.cluster.commands.ready_lines import ready_lines, timing_lines
+from tandem.cluster.commands.top import run, screen
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import ClusterView
+from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
 from tandem.router.page_state import NodeRow, PageState, PoolRow, ProcessState
+from tandem.router.recent import ADVICE, Moment
 from tandem.wire.forecasts import ForecastScore
-from tests.cluster.page_states import page_with
+from tests.cluster.page_states import page_with, state
 
 
 def page(**router: Any) -> PageState:
@@ -124,3 +133,157 @@ def test_a_certificate_is_verified_however_the_urls_scheme_is_written() -> None:
     for url in ("http://a..b:8000", f"http://{'a' * 64}:8000", "ftp://a"):
         with pytest.raises(ConfigurationError, match="is no URL"):
             ApiClient(url)
+
+
+def busy(output: int, now: float) -> PageState:
+    node = NodeRow(
+        "d0", "decode", "ready", "", running=3, waiting=1, used_blocks=40, total_blocks=100, output_tokens=output
+    )
+    lost = NodeRow("p0", "prefill", "lost", "it is silent")
+    return msgspec.structs.replace(
+        state(), now=now, nodes=[node, lost],
+        moments=[Moment(0.0, 4, first_in_time=3, tokens_in_time=4, prompt_tokens=9, output_tokens=9, worst_first_s=0.5, running=3)],
+    )  # fmt: skip
+
+
+def top_shown(*states: PageState | None) -> str:
+    out = Console(file=io.StringIO(), width=150)
+    out.print(screen(*states))  # type: ignore[arg-type]
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_it_shows_nodes_the_last_ten_minutes_and_the_slowest_by_cause() -> None:
+    text = top_shown(busy(100, 1.0), None)
+    assert "60/100" in text
+    assert "within 2 s for 75.0%" in text
+    assert "by cause: a node's line 1×" in text
+    assert text.index("p0") < text.index("d0"), "what needs a person stands first"
+    row = next(line for line in top_shown(busy(300, 3.0), busy(100, 1.0)).splitlines() if line.startswith("d0"))
+    assert row.split()[-1] == "100", "rates are of the time between two looks"
+
+
+def narrow(state: PageState) -> str:
+    out = Console(file=io.StringIO(), width=80)
+    out.print(screen(state, None))
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_everything_can_be_read_in_80_columns() -> None:
+    known = state()
+    slow = [
+        msgspec.structs.replace(
+            known.slowest[0],
+            account=msgspec.structs.replace(
+                known.slowest[0].account,
+                request_id=f"0123456{number:x}" + "89abcdef" * 3,
+                prefill_node=f"prefill-{number}",
+                decode_node=f"decode-{number}",
+            ),
+            cause=cause,
+        )
+        for number, cause in enumerate(ADVICE)
+    ]
+    nodes = [NodeRow(f"aggregated-{number}", "aggregated", "ready", "") for number in range(9, 12)]
+    lines = narrow(msgspec.structs.replace(known, slowest=slow, nodes=nodes)).splitlines()
+    rows = [next(line for line in lines if line.startswith(f"0123456{number:x}")) for number in range(10)]
+    assert [row.split()[-1] for row in rows] == [f"p{number}→d{number}" for number in range(10)]
+    told = " ".join(" ".join(line.split()) for line in lines)
+    for cause in ("computing the prompt", "it failed", "the handover", "one gap in its answer"):
+        assert cause in told, "no word is broken"
+    assert any(line.startswith("aggregated-11 ") for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in told
+
+
+def test_what_is_shown_of_an_id_tells_it_from_the_others() -> None:
+    known = state().slowest[0]
+    ids = ["job-2026-11-27-a", "job-2026-11-27-b"]
+    slow = [
+        msgspec.structs.replace(known, account=msgspec.structs.replace(known.account, request_id=one)) for one in ids
+    ]
+    text = narrow(msgspec.structs.replace(state(), slowest=slow))
+    assert all(one in text for one in ids)
+
+
+def test_what_went_wrong_is_said() -> None:
+    moment = Moment(0.0, errors=2, refused=3, restarts=1)
+    node = NodeRow("d0", "decode", "ready", "", notes=["its disk tier is left out: it hangs"])
+    text = top_shown(msgspec.structs.replace(state(), moments=[moment], nodes=[node]), None)
+    assert "2 failed, 3 refused, 1 restarts of nodes" in text
+    assert "! d0: its disk tier is left out: it hangs" in text
+
+
+def test_its_status_says_whether_requests_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    unhealthy = msgspec.structs.replace(state(), router=msgspec.structs.replace(state().router, unhealthy="no node"))
+    for told, status in ((state(), 0), (unhealthy, 1)):
+        transport = httpx.MockTransport(
+            lambda request, told=told: httpx.Response(200, content=msgspec.json.encode(told))
+        )
+        client = ApiClient("http://router", None, transport)
+        assert run(client, Console(file=io.StringIO()), 2.0, once=True, as_json=True) == status
+    assert '"inter_token_s"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("period", [0.0, float("nan"), 1e12])
+def test_a_period_that_cannot_be_meant_is_refused(period: float) -> None:
+    with pytest.raises(ConfigurationError, match="--every must be"):
+        run(ApiClient("http://router"), Console(), period, once=False, as_json=False)
+
+
+def test_who_stops_reading_does_not_end_who_prints() -> None:
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w")
+    console = Console(file=cast("TextIO", UnfailingOutput(stream)))
+    console.print("one")
+    assert os.read(reading, 100) == b"one\n"
+    os.close(reading)
+    console.print("two")
+    console.print("three")
+    stream.close()  # which would fail, too, if it still led into the pipe
+
+
+def test_a_full_disk_does_not_either() -> None:
+    with open("/dev/full", "w") as stream:
+        console = Console(file=cast("TextIO", UnfailingOutput(stream)))
+        console.print("x\n" * io.DEFAULT_BUFFER_SIZE)
+        console.print("more")
+
+
+def test_what_is_read_is_what_was_said() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    output = UnfailingOutput(stream)
+    output.write("grün\n")
+    output.flush()
+    assert stream.buffer.getvalue() == "grün\n".encode()
+    assert (output.encoding, output.isatty()) == ("utf-8", False)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_activity_lasts_until_the_next_of_its_process(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    seconds = [100.0]
+    monkeypatch.setattr("tandem.cluster.commands.progress.time.monotonic", lambda: seconds[0])
+    display = Display(Console(file=io.StringIO(), force_terminal=is_terminal))
+    display.start()
+    with display.step("ray", "starting", "running"):
+        display.progress("decode-0", "loading weights", 0.0)
+        seconds[0] += 2
+        display.progress("decode-0", "loading weights", 0.5)
+    display.progress("decode-0", "warming up", 0.0)
+    seconds[0] += 1
+    display.ready("decode-0", "decode")
+    display.stop()
+    found = display.steps()
+    assert found == [
+        StartStep("ray", "starting", 0.0, 2.0),
+        StartStep("decode-0", "loading weights", 0.0, 2.0),
+        StartStep("decode-0", "warming up", 2.0, 1.0),
+    ]
+    assert timing_lines(found)[1].split() == ["0.00", "s", "ray", "2.00", "s", "starting"]
+
+
+def test_an_address_in_brackets_is_printed_whole() -> None:
+    account = ClusterAccount(ClusterStage.SERVING, [], 0, "http://[fd00::1]:8000", "tiny")
+    lines = ready_lines(account, ClusterView("tiny", [], [], [], []), TandemConfig(), "/tmp", 1.0, detached=False)
+    out = io.StringIO()
+    Console(file=out).print("\n".join(lines), soft_wrap=True)
+    assert out.getvalue().count("http://[fd00::1]:8000") == 3

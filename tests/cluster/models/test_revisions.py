@@ -12,12 +12,26 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster.cli import main
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.models.resolved import with_model
-from tandem.cluster.models.store import Model, check_name, find_model, name_to_serve, resolve_revision, split_revision
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.fetched import FetchedModel, fetched_models, remove
+from tandem.cluster.models.resolved import draft_place, with_model
+from tandem.cluster.models.store import (
+    MARKER,
+    Model,
+    check_name,
+    find_model,
+    models_folder,
+    name_to_serve,
+    resolve_revision,
+    split_revision,
+)
+from tandem.engine.config import SchedulingPolicy
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -179,3 +193,78 @@ def test_a_name_with_its_commit_is_a_name(tmp_path: Path) -> None:
 def test_a_revision_that_cannot_be_meant_is_refused(name: str, revision: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_name(name, revision)
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    monkeypatch.setattr("cluster.models.fetched._from_hub", lambda: iter(()))
+    folder = models_folder() / PACKAGED["smollm2"].name
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_bytes(msgspec.json.encode(PACKAGED["smollm2"]))
+    (folder / "model.safetensors").write_bytes(b"0" * 1000)
+    return folder
+
+
+def test_what_was_fetched_is_listed_with_its_room(packaged: Path) -> None:
+    (model,) = fetched_models()
+    assert (model.name, model.path) == ("smollm2", str(packaged))
+    assert model.num_bytes > 1000
+    (packaged / MARKER).unlink()
+    assert fetched_models() == [], "its fetch was cut off"
+
+
+def test_a_model_is_deleted_by_its_name(packaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "rm", "smollm2", "smollm2", "-o", "json"]) == 0
+    (said,) = msgspec.json.decode(capsys.readouterr().out, type=list[FetchedModel])
+    assert said.name == "smollm2"
+    assert not packaged.exists()
+    assert main(["models", "list", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_model_that_is_here_is_fetched_at_once(packaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "fetch", "smollm2", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "smollm2", "path": str(packaged)}
+
+
+def test_nothing_is_deleted_where_one_name_is_unknown(packaged: Path) -> None:
+    with pytest.raises(ConfigurationError, match="org/none was not fetched to this machine; there is: smollm2"):
+        remove(["smollm2", "org/none"])
+    assert packaged.exists()
+
+
+def test_the_hubs_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    repo = tmp_path / "hub" / "models--org--name"
+    commit = repo / "snapshots" / ("0" * 40)
+    commit.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "blobs" / "b").write_bytes(b"0" * 500)
+    (commit / "model.safetensors").symlink_to("../../blobs/b")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "ours"))
+    assert [(model.name, model.num_bytes) for model in fetched_models()] == [("org/name", 500)]
+    remove(["org/name"])
+    assert not repo.exists()
+
+
+def test_the_routers_line_goes_by_priority_where_nodes_do() -> None:
+    model = Model("here", "name")
+    config = TandemConfig()
+    assert not with_model(config, model).router.by_priority
+    policy = msgspec.structs.replace(config.scheduler, policy=SchedulingPolicy.PRIORITY)
+    assert with_model(msgspec.structs.replace(config, scheduler=policy), model).router.by_priority
+
+
+def test_a_draft_model_is_found_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert draft_place("./small") == str(tmp_path / "small"), "nodes run in other folders"
+    assert [draft_place(name) for name in ("", "me/small@v1", "smollm2")] == ["", "me/small@v1", "smollm2"]
+    with pytest.raises(ConfigurationError, match=r"model\.draft '\./gone' is not there"):
+        draft_place("./gone")

@@ -71,17 +71,13 @@ def test_what_is_under_way_is_finished_before_the_process_ends(thread: str) -> N
         assert running.wait(PATIENCE_S) == 143
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+@pytest.mark.parametrize("how", ["a second signal", "a mistake in finishing"])
+def test_nothing_else_keeps_it(how: str) -> None:
     with process("main thread") as running:
         os.kill(running.pid, signal.SIGTERM)
         assert read(running) == "finishing"
-        os.kill(running.pid, signal.SIGTERM)
-        assert running.wait(PATIENCE_S) == 143
-
-
-def test_a_mistake_in_finishing_keeps_no_process() -> None:
-    with process("main thread") as running:
-        os.kill(running.pid, signal.SIGTERM)
-        assert read(running) == "finishing"
-        say(running, "fail")
+        if how == "a second signal":
+            os.kill(running.pid, signal.SIGTERM)
+        else:
+            say(running, "fail")
         assert running.wait(PATIENCE_S) == 143

@@ -1,10 +1,27 @@
-"""Slots for tokens: all or nothing, cached when certain, given back tail first."""
+"""Slots for tokens: all or nothing, cached when certain, given back tail first; groups of layers agree on a hit, and followers of the
+events know which blocks are cached."""
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from tests.engine.cache.tables import BLOCK, FULL, admit, check, decode, manager, request, sliding
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.cache.manager import (
+    HybridCoordinator,
+    KVCacheManager,
+    NoCacheCoordinator,
+    UnitaryCoordinator,
+    hash_block_size,
+    make_coordinator,
+)
+from tandem.engine.cache.pool import BlockPool, CacheEvents
+from tandem.engine.request import Request
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.engine.cache.tables import BLOCK, FULL, HASHER, admit, check, decode, manager, request, sliding
 
 
 def table(cache, name):
@@ -148,3 +165,224 @@ def test_blocks_ahead_of_a_request():
 )
 def test_the_longest_request_that_the_pool_can_hold(groups, num_blocks, expected):
     assert manager(*groups, num_blocks=num_blocks).max_request_tokens == expected
+
+
+def test_the_worked_example_step_by_step():
+    cache = manager(num_blocks=11)
+    pool = cache.pool
+
+    def table(name: str) -> list[int]:
+        return [block - 1 for block in cache.block_ids(name)[0]]
+
+    def free() -> list[int]:
+        return [block - 1 for block in pool.free_queue]
+
+    def cached() -> set[int]:
+        return {block - 1 for block in pool.hashes}
+
+    # 1. The cache is empty. Request 0 has 15 tokens: four blocks, three of them full and cached.
+    first = request("0", range(15))
+    assert admit(cache, first) == 0
+    assert table("0") == [0, 1, 2, 3]
+    assert cached() == {0, 1, 2}
+
+    # 2. It fills its fourth block, which is cached, and asks for a fifth.
+    decode(cache, first, 15)
+    assert cached() == {0, 1, 2, 3}
+    decode(cache, first, 16)
+    assert table("0") == [0, 1, 2, 3, 4]
+
+    # 3. Request 1 has 14 tokens, of which ten are request 0's: two whole blocks are found, half a block is not.
+    second = request("1", [*range(10), 110, 111, 112, 113])
+    assert admit(cache, second) == 8
+    assert table("1") == [0, 1, 5, 6]
+    assert cached() == {0, 1, 2, 3, 5}
+    assert free() == [7, 8, 9]
+
+    # 4. Request 0 ends. Its own blocks are free, the last first; those it shares are not. What was cached stays.
+    cache.free(first)
+    assert free() == [7, 8, 9, 4, 3, 2]
+    assert cached() == {0, 1, 2, 3, 5}
+    check(cache, second)
+
+    # 5. Request 1 ends.
+    cache.free(second)
+    assert free() == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    assert cached() == {0, 1, 2, 3, 5}
+
+    # 6. Request 2 has 29 tokens, of which twelve are request 0's. The blocks that are found leave the queue before
+    #    the rest are taken from its head, and block 3 is evicted on the way.
+    third = request("2", [*range(12), *range(200, 217)])
+    hits, num_hit = cache.find_prefix(third)
+    assert ([block - 1 for block in hits[0]], num_hit) == ([0, 1, 2], 12)
+    assert admit(cache, third) == 12
+    assert table("2") == [0, 1, 2, 7, 8, 9, 4, 3]
+    assert free() == [6, 5]
+    assert cached() == {0, 1, 2, 7, 8, 9, 4, 5}
+    evicted = first.block_hashes[3]
+    assert pool.lookup(0, evicted) is None
+    assert HASHER.block_size == 4
+    check(cache, third)
+
+
+def kind(*groups: KVCacheGroup, caching: bool = True) -> type:
+    return type(make_coordinator(groups, BlockPool(9, len(groups), caching=caching)))
+
+
+def test_there_is_one_coordinator_for_each_need():
+    assert kind(FULL, caching=False) is NoCacheCoordinator
+    assert kind(FULL, sliding(4), caching=False) is NoCacheCoordinator
+    assert kind(FULL) is UnitaryCoordinator
+    assert kind(sliding(4)) is UnitaryCoordinator
+    assert kind(FULL, sliding(4)) is HybridCoordinator
+
+
+def test_blocks_of_several_sizes_agree_on_lengths_that_all_can_have():
+    wide = KVCacheGroup(AttentionKind.FULL, 8, (0,))
+    assert hash_block_size([wide, sliding(6)]) == 4
+    cache = manager(wide, sliding(6))
+    a = request("a", range(21))
+    admit(cache, a)
+    assert [len(table) for table in cache.block_ids("a")] == [3, 6]
+    _, num_hit = cache.find_prefix(request("b", range(21)))
+    assert num_hit == 16
+    _, num_hit = cache.find_prefix(request("b", range(15)))
+    assert num_hit == 8
+    b = request("b", [*range(16), 99, 98])
+    assert admit(cache, b) == 16
+    check(cache, a, b)
+
+
+def test_allocation_is_all_or_nothing_over_all_groups():
+    cache = manager(FULL, sliding(30), num_blocks=10)
+    other = request("other", [50])
+    admit(cache, other)
+    assert admit(cache, request("a", range(16))) is None  # four blocks in each group, and seven are left
+    check(cache, other)
+    b = request("b", range(12))
+    assert admit(cache, b) == 0
+    b.append_output_token(1)
+    assert cache.extend_slots(b, 1) is None  # one in each group, and one is left
+    assert cache.block_ids("b") == [[3, 4, 5], [6, 7, 8]]
+    check(cache, other, b)
+
+
+CHUNKS = KVCacheGroup(AttentionKind.CHUNKED, 4, (1,), 16)
+KINDS = [
+    (FULL,), (sliding(6),), (sliding(20),), (CHUNKS,), (FULL, CHUNKS), (FULL, sliding(6)),
+    (FULL, sliding(6), sliding(10))
+]  # fmt: skip
+
+
+@given(
+    groups=st.sampled_from(KINDS),
+    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=10),
+    length=st.integers(1, 25),
+)
+def test_what_is_found_is_the_longest_that_every_group_could_use(groups, missing, length):
+    """Against the definition: each length in turn, asked of each group on its own. Each gets its own blocks from the first that is read
+    on, and the null block before."""
+    cache = manager(*groups)
+    a = request("a", range(25))
+    cache.allocate_slots(a, 24, hits=[[] for _ in groups])
+    a.num_computed_tokens = 24
+    tables = cache.block_ids("a")
+    for group, i in missing:
+        if group < len(groups):
+            cache.pool.uncache(tables[group][i])
+
+    def first_read(group: KVCacheGroup, num_blocks: int) -> int:
+        return max(int(group.first_read(num_blocks * 4)), 0) // 4
+
+    def usable(num_blocks: int) -> bool:
+        return all(
+            block in cache.pool.hashes
+            for group, table in zip(groups, tables, strict=True)
+            for block in table[first_read(group, num_blocks) : num_blocks]
+        )
+
+    longest = max(n for n in range((length - 1) // 4 + 1) if usable(n))
+    b = request("b", range(length))
+    hits, num_hit = cache.find_prefix(b)
+    assert num_hit == longest * 4
+    for group, table, found in zip(groups, tables, hits, strict=True):
+        first = first_read(group, longest)
+        assert found == [0] * first + table[first:longest]
+    assert admit(cache, b) == num_hit
+    check(cache, a, b)
+
+
+class Follower:
+    """Holds what the events say, and each block's tokens by its hash."""
+
+    def __init__(self, groups: int) -> None:
+        self.cached: list[set[bytes]] = [set() for _ in range(groups)]
+
+    def follow(self, cache: KVCacheManager) -> None:
+        assert cache.pool.events is not None
+        for event in cache.pool.events.take():
+            match event:
+                case BlockStored():
+                    there = self.cached[event.group_idx or 0]
+                    assert there.isdisjoint(event.block_hashes)
+                    there.update(event.block_hashes)
+                    self._check_hashes(event)
+                case BlockRemoved():
+                    there = self.cached[event.group_idx or 0]
+                    assert there.issuperset(event.block_hashes)
+                    there.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    for there in self.cached:
+                        there.clear()
+        assert self.cached == [set(each) for each in cache.pool.cached]
+
+    def _check_hashes(self, event: BlockStored) -> None:
+        """From the parent and the tokens the hashes follow, where nothing else is in them."""
+        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        if event.extra_keys is None:
+            parent = event.parent_block_hash or HASHER.root
+            assert HASHER.hash_blocks(parent, event.token_ids, None) == event.block_hashes
+
+
+def followed(*groups: KVCacheGroup, num_blocks: int) -> tuple[KVCacheManager, Follower]:
+    cache = manager(*groups, num_blocks=num_blocks)
+    cache.pool.events = CacheEvents(len(groups))
+    return cache, Follower(len(groups))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(FULL,), (FULL, sliding(8))]))
+def test_the_events_tell_what_is_cached(seed: int, groups: tuple[KVCacheGroup, ...]) -> None:
+    rng = random.Random(seed)
+    cache, follower = followed(*groups, num_blocks=24)
+    prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 30))] for _ in range(3)]
+    running: list[Request] = []
+    for number in range(30):
+        if rng.random() < 0.5:
+            each = request(f"r{number}", [*rng.choice(prompts), *range(rng.randint(0, 6))])
+            if admit(cache, each) is not None:
+                running.append(each)
+        elif running:
+            each = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.3:
+                cache.coordinator.forget_after(each.request_id, 0)
+            cache.free(each)
+        elif rng.random() < 0.3:
+            cache.reset_prefix_cache()
+        follower.follow(cache)
+
+
+def test_one_event_for_the_blocks_of_a_chunk_with_what_made_their_hashes() -> None:
+    cache, _ = followed(FULL, num_blocks=50)
+    assert cache.pool.events is not None
+    each = request("a", range(10), cache_salt="s")
+    admit(cache, each)
+    (stored,) = cache.pool.events.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == each.block_hashes[:2]
+    assert (stored.parent_block_hash, stored.token_ids) == (None, list(range(8)))
+    assert (stored.block_size, stored.medium, stored.extra_keys) == (BLOCK, "GPU", [("salt:s",), None])
+    decode(cache, each, 10, 11, 12)
+    (stored,) = cache.pool.events.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.parent_block_hash == each.block_hashes[1]

@@ -49,17 +49,24 @@ def answer(runner: TorchRunner) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "stages"),
+    ("of", "name", "width", "stages"),
     [
-        ("compressed-fp8-rows", 2, 1),
-        ("awq", 4, 1),  # with fewer heads of keys than ranks
-        ("gptq-act-order", 2, 2),
-        *more((name, 2, 1) for name in sorted(files.FORMATS) if name != "compressed-fp8-rows"),
-        *more([("fp8-blocks", 4, 1), ("compressed-4bit-zeros", 4, 2)]),
+        ("", "compressed-fp8-rows", 2, 1),
+        ("", "awq", 4, 1),  # with fewer heads of keys than ranks
+        ("", "gptq-act-order", 2, 2),
+        ("mixtral", "awq", 2, 1),
+        ("mixtral", "compressed-fp8-rows", 1, 1),
+        ("three-experts", "gptq-act-order", 2, 1),
+        *more(("", name, 2, 1) for name in sorted(files.FORMATS) if name != "compressed-fp8-rows"),
+        *more(
+            [("", "fp8-blocks", 4, 1), ("", "compressed-4bit-zeros", 4, 2), ("deepseek-v3", "compressed-4bit", 1, 1)]
+        ),
+        *more([("three-experts", "fp8-blocks", 4, 2), ("deepseek-v3", "fp8-blocks", 4, 1)]),
     ],
 )
-def test_ranks_give_the_tokens_of_the_numbers(name: str, width: int, stages: int, tmp_path: Path) -> None:
-    quantized, ordinary = files.save(name, tmp_path)
+def test_ranks_give_the_tokens_of_the_numbers(of: str, name: str, width: int, stages: int, tmp_path: Path) -> None:
+    """`of`: a mixture of experts, or a Llama."""
+    quantized, ordinary = files.save(name, tmp_path, of=of)
     with ranks_here(width, partial(load, quantized), stages) as runner:
         tokens, logprobs = answer(runner)
     right, expected = answer(load(ordinary))
@@ -187,27 +194,6 @@ def test_the_matrix_that_latents_are_attended_with_is_an_ordinary_one(
 
 
 # Whole experts, or a part of each where the ranks do not divide them; the layers of two stages; and one rank.
-@pytest.mark.parametrize(
-    ("of", "name", "width", "stages"),
-    [
-        ("mixtral", "awq", 2, 1),
-        ("mixtral", "compressed-fp8-rows", 1, 1),
-        ("three-experts", "gptq-act-order", 2, 1),
-        *more([("three-experts", "fp8-blocks", 4, 2), ("deepseek-v3", "fp8-blocks", 4, 1)]),
-        *more([("deepseek-v3", "compressed-4bit", 1, 1)]),
-    ],
-)
-def test_ranks_give_the_tokens_of_the_experts_numbers(
-    of: str, name: str, width: int, stages: int, tmp_path: Path
-) -> None:
-    quantized, ordinary = files.save(name, tmp_path, of=of)
-    with ranks_here(width, partial(load, quantized), stages) as runner:
-        tokens, logprobs = answer(runner)
-    right, expected = answer(load(ordinary))
-    assert tokens == right
-    assert logprobs == pytest.approx(expected, abs=2e-4)
-
-
 def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = files.save("awq", tmp_path, of="mixtral")
     read: list[tuple[int, str]] = []

@@ -174,39 +174,33 @@ def test_runs_with_recurrent_states(number, ahead):
     run(number, ahead, states=True)
 
 
+def play(numbers, ahead, **kind):
+    for number in numbers:
+        try:
+            run(number, ahead, **kind)
+        except BaseException as problem:
+            problem.add_note(f"run {number} {kind or ''}")
+            raise
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", range(3))
 def test_runs_with_images(batch, ahead):
-    for number in range(batch, max(RUNS // 6, 1), 3):
-        try:
-            run(number, ahead, with_images=True)
-        except BaseException as problem:
-            problem.add_note(f"run {number}")
-            raise
+    play(range(batch, max(RUNS // 6, 1), 3), ahead, with_images=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", [*range(4), *more(range(4, BATCHES))])
 def test_every_random_run_ends_as_it_must(batch, ahead):
-    for number in range(batch, RUNS, BATCHES):
-        try:
-            run(number, ahead)
-        except BaseException as error:
-            error.add_note(f"random run {number}")
-            raise
+    play(range(batch, RUNS, BATCHES), ahead)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", [0, *more([1, 2])])
 def test_every_random_run_with_states_ends_as_it_must(batch, ahead):
-    for number in range(batch, RUNS // 4, 3):
-        try:
-            run(number, ahead, states=True)
-        except BaseException as error:
-            error.add_note(f"random run {number} with states")
-            raise
+    play(range(batch, RUNS // 4, 3), ahead, states=True)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

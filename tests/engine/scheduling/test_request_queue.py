@@ -5,10 +5,20 @@ from __future__ import annotations
 import gc
 import random
 
-from tandem.engine.config import SchedulingPolicy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.queue import RequestQueue, WaitingRequests, make_policy
+from tandem.engine.scheduling.results import repeats
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import FinishReason, RepetitionDetection, SamplingParams
 from tests.engine.made_requests import made_request
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, produce, sent
 
 
 def request(name: str, *, tokens: int = 3, priority: int = 0, arrival: float = 0.0) -> Request:
@@ -156,3 +166,158 @@ def test_the_least_urgent_holder_is_the_first_to_lose_its_blocks():
         assert found is not None
         assert found.request_id == loser
         assert waiting.num_uncomputed_tokens == 3
+
+
+def test_running_requests_are_served_in_order_of_admission_before_anybody_is_admitted():
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add("b", prompt=4)
+    driver.add("a", prompt=3)
+    driver.step()
+    driver.add("c", prompt=20)
+    step, _ = driver.step()
+    assert list(step.num_scheduled_tokens.items()) == [("b", 1), ("a", 1), ("c", 6)]
+
+
+def test_one_budget_for_all_and_never_more():
+    driver = Driver(max_num_batched_tokens=10)
+    for name in "abcd":
+        driver.add(name, prompt=7, max_tokens=6)
+    while driver.scheduler.has_unfinished_requests():
+        step, _ = driver.step()
+        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= 10
+
+
+def test_the_chunk_cap_leaves_budget_to_others():
+    driver = Driver(max_num_batched_tokens=20, long_prefill_token_threshold=6)
+    driver.add("long", prompt=15)
+    driver.add("short", prompt=5)
+    assert [driver.step()[0].num_scheduled_tokens for _ in range(3)] == [
+        {"long": 6, "short": 5},
+        {"long": 6, "short": 1},
+        {"long": 3, "short": 1},
+    ]
+
+
+def test_the_last_position_of_the_context_is_never_an_input():
+    driver = Driver(max_model_len=10)
+    driver.add("a", prompt=5, max_tokens=100)
+    driver.run()
+    assert len(driver.outputs["a"]) == 5  # ten tokens in all, of which nine were computed
+    assert driver.updates["a"][-1].finish == "length"
+
+
+def test_a_context_configured_shorter_than_the_models_rules():
+    scheduler = Scheduler(SchedulerConfig(max_model_len=50), CacheConfig(), (FULL,), 100, max_model_len=90)
+    assert scheduler.max_model_len == 50
+    assert Driver(max_model_len=90).scheduler.max_model_len == 90
+
+
+def test_the_context_ends_where_the_whole_pool_does():
+    driver = Driver(num_blocks=4, max_model_len=1000)  # three blocks that can be used
+    driver.add("a", prompt=5, max_tokens=100)
+    driver.run()
+    assert len(driver.outputs["a"]) == 3 * BLOCK - 5
+    assert driver.free_blocks == 3
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole():
+    driver = Driver(max_num_batched_tokens=30, max_model_len=31, chunked_prefill=False)
+    driver.add("a", prompt=20)
+    driver.add("b", prompt=15)
+    driver.add("c", prompt=2)  # would fit, and waits its turn all the same
+    assert [driver.step()[0].num_scheduled_tokens for _ in range(2)] == [{"a": 20}, {"a": 1, "b": 15, "c": 2}]
+
+
+def test_without_chunks_a_budget_below_the_context_is_refused():
+    with pytest.raises(ConfigurationError, match="chunked_prefill"):
+        Driver(max_num_batched_tokens=30, max_model_len=32, chunked_prefill=False)
+
+
+def test_there_is_work_until_the_runner_has_heard_of_every_end():
+    driver = Driver()
+    assert not driver.scheduler.has_work()
+    driver.add("a", max_tokens=1)
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_unfinished_requests()
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_work()
+
+
+def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
+    connector = FakeConnector()
+    connector.keeps.add("a")
+    driver = Driver(connector=connector, num_blocks=4)
+    driver.add("a", prompt=10, max_tokens=1, transfer=produce())
+    driver.steps(2)
+    driver.add("b", prompt=10, max_tokens=1)
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_work()
+    driver.step(sent("a"))
+    assert driver.scheduler.has_work()
+    assert driver.step()[0].num_scheduled_tokens == {"b": 10}
+
+
+WANTED = RepetitionDetection(max_pattern_size=3, min_pattern_size=1, min_count=3)
+
+
+def by_definition(output: list[int], wanted: RepetitionDetection) -> bool:
+    for size in range(wanted.min_pattern_size, wanted.max_pattern_size + 1):
+        end = output[-size * wanted.min_count :]
+        if len(end) == size * wanted.min_count and end == end[:size] * wanted.min_count:
+            return True
+    return False
+
+
+@given(
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+    output=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    count=st.integers(2, 5),
+)
+def test_it_is_found_where_the_output_alone_has_it(
+    prompt: list[int], output: list[int], sizes: tuple[int, int], count: int
+) -> None:
+    wanted = RepetitionDetection(max(sizes), min(sizes), count)
+    assert repeats(prompt + output, len(output), wanted) == by_definition(output, wanted)
+
+
+def said(driver: Driver, tokens: list[int], drafts: int = 0) -> tuple[list[int], FinishReason | None]:
+    """What the request keeps when the model samples these tokens, one a step, or with drafts; and how it ended."""
+    kept: list[int] = []
+    finish: FinishReason | None = None
+    while tokens and "a" in driver.scheduler.requests:
+        count = 1 + (drafts if kept else 0)
+        now, tokens = tokens[:count], tokens[count:]
+        step = driver.schedule()
+        now = now[: 1 + len(step.spec_token_ids.get("a", ()))]
+        proposal = {"a": tokens[:drafts]} if drafts and tokens else {}
+        for update in driver.book(step, ModelOutput({"a": now}, draft_token_ids=proposal)):
+            kept += update.token_ids
+            finish = update.finish
+    return kept, finish
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_answer_ends_with_the_last_of_them(drafts: int) -> None:
+    driver = Driver()
+    driver.add("a", sampling=SamplingParams(max_tokens=40, repetition_detection=WANTED))
+    assert said(driver, [5, 6, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8], drafts) == ([5, 6, 7, 8, 7, 8, 7, 8], FinishReason.STOP)
+
+
+def test_not_before_the_fewest_tokens_and_not_where_it_is_not_asked_for() -> None:
+    driver = Driver()
+    driver.add("a", sampling=SamplingParams(max_tokens=40, min_tokens=7, repetition_detection=WANTED))
+    assert said(driver, [5] * 12) == ([5] * 7, FinishReason.STOP)
+    other = Driver()
+    other.add("a", max_tokens=12)
+    assert said(other, [5] * 12) == ([5] * 12, FinishReason.LENGTH)
+
+
+def test_tokens_that_another_node_said_count() -> None:
+    driver = Driver()
+    sampling = SamplingParams(max_tokens=40, repetition_detection=WANTED)
+    driver.add("a", sampling=sampling, output_token_ids=[7, 8, 7, 8, 7])
+    assert said(driver, [8, 7, 8]) == ([8], FinishReason.STOP)

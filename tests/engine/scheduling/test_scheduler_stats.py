@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from tandem.base.errors import DeadlineExceeded, InternalError, InvalidImage, InvalidLogits, InvalidRequest
-from tandem.engine.request import RequestStatus
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.base.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidImage,
+    InvalidLogits,
+    InvalidRequest,
+)
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
-from tandem.wire.requests import STEP_TOKEN_BOUNDS
-from tests.engine.scheduling.driving import Driver, FakeConnector
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, SchedulerConnector
+from tandem.wire.requests import STEP_TOKEN_BOUNDS, RequestFacts
+from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
 
 
 def test_gauges_follow_the_requests():
@@ -113,3 +133,160 @@ def test_a_request_tells_how_long_it_stood_in_line():
     assert [driver.updates[name][0].queue_s for name in "ab"] == [0.5, 3.25]
     stats = driver.scheduler.stats()
     assert (stats.queue_seconds, stats.requests_admitted) == (3.75, 2)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """One request runs, one waits, one loads, one is held; some blocks are cached and free."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector, max_num_seqs=2)
+    driver.add("gone", list(range(12)), max_tokens=1)
+    driver.run()
+    connector.keeps.add("held")
+    driver.add("held", prompt=9, max_tokens=1, transfer=produce())
+    driver.run()
+    connector.offers["loads"] = (9, True)
+    driver.add("loads", prompt=9)
+    driver.add("runs", prompt=9, max_tokens=50)
+    driver.add("runs too", prompt=9, max_tokens=50)
+    driver.add("waits", prompt=9)
+    driver.step()
+    driver.scheduler.check_integrity()
+    return driver
+
+
+def state(driver: Driver):
+    return driver.scheduler.state
+
+
+def pool(driver: Driver):
+    return state(driver).cache.pool
+
+
+def table(driver: Driver, request_id: str) -> list[int]:
+    return state(driver).cache.coordinator.managers[0].tables[request_id]
+
+
+def running(driver: Driver):
+    return driver.scheduler.requests["runs"]
+
+
+BREAKAGES: dict[str, Callable[[Driver], object]] = {
+    "a count that is too high": lambda d: pool(d).ref_counts.__setitem__(table(d, "runs")[0], 2),
+    "a count that is too low": lambda d: pool(d).ref_counts.__setitem__(table(d, "runs")[0], 0),
+    "a block of no request": lambda d: table(d, "runs").pop(),
+    "a block of two that counts one": lambda d: table(d, "runs").append(table(d, "held")[0]),
+    "a block that is used and free": lambda d: pool(d).free_queue.append([table(d, "runs")[0]]),
+    "a block that is lost": lambda d: pool(d).free_queue.pop_front(1),
+    "a queue that is shorter than it says": lambda d: setattr(
+        pool(d).free_queue, "num_free", pool(d).free_queue.num_free + 1
+    ),
+    "a null block that is free": lambda d: pool(d).free_queue.append([0]),
+    "a null block that is cached": lambda d: pool(d).hashes.__setitem__(0, b"x"),
+    "a hash that leads nowhere": lambda d: pool(d).hashes.pop(table(d, "runs")[0]),
+    "a hash without a way to it": lambda d: pool(d).cached[0].popitem(),
+    "a hash that leads to another block": lambda d: pool(d).hashes.__setitem__(table(d, "runs")[0], b"x"),
+    "a block that holds something else than it is found for": lambda d: table(d, "runs").reverse(),
+    "a block that is found before it is computed": lambda d: setattr(running(d), "num_computed_tokens", 3),
+    "more computed than there is": lambda d: setattr(running(d), "num_computed_tokens", 99),
+    "more computed than there are blocks for": lambda d: (
+        running(d).all_token_ids.extend(range(20)),
+        setattr(running(d), "num_tokens", 30),
+        setattr(running(d), "num_computed_tokens", 29),
+    ),
+    "a token that is not counted": lambda d: running(d).all_token_ids.append(1),
+    "a request that goes on after its end": lambda d: setattr(running(d), "length_limit", 9),
+    "a request in two places": lambda d: state(d).waiting.add(running(d)),
+    "a running request that is nowhere": lambda d: state(d).running.remove(running(d)),
+    "a request that is not registered": lambda d: d.scheduler.requests.pop("waits"),
+    "a status that is not its place": lambda d: setattr(running(d), "status", RequestStatus.WAITING),
+    "a blocked status in line": lambda d: setattr(
+        d.scheduler.requests["waits"], "status", RequestStatus.WAITING_FOR_GRAMMAR
+    ),
+    "drafts of one that does not run": lambda d: d.scheduler.requests["waits"].spec_token_ids.append(1),
+    "a held request that has not ended": lambda d: setattr(state(d).held["held"], "status", RequestStatus.RUNNING),
+    "blocks of a request that has ended": lambda d: state(d).held.clear(),
+    "computed tokens without blocks": lambda d: setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
+    "a line that miscounts its tokens": lambda d: setattr(state(d).waiting._waiting, "num_tokens", 1),
+    "more at once than may run": lambda d: setattr(state(d), "config", type(state(d).config)(max_num_seqs=1)),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_the_audit_notices(driver, breakage):
+    BREAKAGES[breakage](driver)
+    with pytest.raises(InternalError):
+        driver.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt", "fields", "error", "match"),
+    [
+        ({}, [], {}, InvalidRequest, "empty"),
+        ({"max_model_len": 10}, 10, {}, ContextLengthExceeded, "context of 10"),
+        ({"num_blocks": 4}, 3 * BLOCK, {}, InvalidRequest, "room for 11"),
+        ({}, 5, {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({}, 5, {"max_tokens": -1}, InvalidRequest, "max_tokens"),
+        ({}, 5, {"max_tokens": 2, "output_token_ids": [1, 2]}, InvalidRequest, "2 output tokens already"),
+        *(({}, [1, 2, 3, token], {}, InvalidRequest, "token id") for token in (-1, 1 << 32, 1.5, "x", None)),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_and_leaves_nothing(
+    limits: dict[str, Any], prompt: Any, fields: dict[str, Any], error: type[InvalidRequest], match: str
+) -> None:
+    driver = Driver(**limits)
+    before = driver.scheduler.stats()
+    with pytest.raises(error, match=match) as caught:
+        driver.add("bad", prompt, **fields)
+    if match in ("empty", "room for 11"):
+        assert caught.value.param == "prompt"
+    assert driver.scheduler.stats() == before
+    assert not driver.scheduler.has_work()
+    driver.scheduler.check_integrity()
+
+
+def test_one_token_less_than_what_cannot_run_runs():
+    Driver(max_model_len=10).add("good", 9)
+    driver = Driver(num_blocks=4)
+    driver.add("good", 3 * BLOCK - 1)
+    driver.run()
+    assert len(driver.outputs["good"]) == 1
+
+
+def test_a_duplicate_id_leaves_the_first_alone():
+    driver = Driver()
+    driver.add("a", prompt=5, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="already here") as caught:
+        driver.scheduler.add_request(made_request("a", [1, 2]))
+    assert caught.value.param == "request_id"
+    driver.run()
+    assert len(driver.outputs["a"]) == 2
+
+
+def test_a_token_that_is_none_of_a_request_that_nobody_hashed():
+    driver = Driver()
+    with pytest.raises(InvalidRequest, match="token id"):
+        driver.scheduler.add_request(made_request("a", [1, 2, 3, -4]))
+    assert not driver.scheduler.has_unfinished_requests()
+
+
+def test_an_unknown_or_ended_id_is_aborted_without_ado():
+    driver = Driver()
+    driver.add("a", max_tokens=1)
+    driver.run()
+    assert driver.abort("unknown", "a", "unknown") == []
+
+
+NAMES = (
+    AttentionKind, CacheConfig, ConnectorMetadata, ConnectorOutput, Handoff, KVCacheGroup, ModelOutput, Request,
+    RequestFacts, SamplingParams, Scheduler, SchedulerConfig, SchedulerConnector
+)  # fmt: skip
+
+
+def test_the_documents_example_runs():
+    document = Path(__file__).parents[3] / "docs" / "scheduler.md"
+    (program,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    found: dict[str, Any] = {name.__name__: name for name in NAMES}
+    exec(program, found)
+    assert not found["scheduler"].has_unfinished_requests()
+    found["scheduler"].check_integrity()

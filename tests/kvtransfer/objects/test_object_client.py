@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig
+from tandem.kvtransfer.objects import inquiries
 from tandem.kvtransfer.objects.chunks import HEAD_BYTES, ChunkStore, ReadResult
 from tandem.kvtransfer.objects.client import ObjectClient, StoreError
-from tandem.kvtransfer.objects.options import ObjectOptions
+from tandem.kvtransfer.objects.inquiries import ANSWER_S, Inquiries, StoredPrefix
+from tandem.kvtransfer.objects.options import AccessKeys, CredentialFile, ObjectOptions
+from tandem.kvtransfer.objects.signing import signed
+from tandem.kvtransfer.offload.spec import create_tier
 
 PATIENCE_S = 20.0
 CHUNK = bytes(range(256)) * 4096
@@ -151,3 +162,138 @@ def test_an_object_that_does_not_arrive_whole_is_not_taken_for_a_damaged_one(
     with pytest.raises(StoreError):
         chunks.read("era", KEY, memoryview(bytearray(len(CHUNK))), soon())
     assert [len(there) for there in store.objects.values()] == [HEAD_BYTES + len(CHUNK)]
+
+
+KEYS = [number.to_bytes(32, "big") for number in range(1000)]
+THERE = 600
+AWAY_S = 0.12  # from a question to its answer
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FarStore:
+    """Has the first keys, and answers each question after the same time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def has(self, era: str, key: bytes, until: float) -> bool:
+        self._clock.now += AWAY_S
+        if self._clock.now >= until:
+            raise StoreError("it did not answer in time")
+        return key in KEYS[:THERE]
+
+
+def test_a_store_that_answers_each_question_is_not_left_out_because_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, woken, failures = Clock(), threading.Event(), list[StoreError]()
+    monkeypatch.setattr(inquiries, "time", SimpleNamespace(monotonic=clock))
+    store: Any = FarStore(clock)
+    eras: Any = SimpleNamespace(name="", open_now="e", distrusted="")
+    asking = Inquiries(store, eras, woken.set, failures.append)
+    try:
+        until = asking.ask(KEYS)
+        assert woken.wait(20)
+        (found,) = asking.take()
+        assert not failures
+        assert THERE // 2 < found.count <= THERE, "what it knows by then"
+        assert clock.now < until + AWAY_S, "it asks no longer than a request waits"
+    finally:
+        asking.close()
+
+
+def test_a_question_that_waited_in_line_says_nothing_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, woken, failures = Clock(), threading.Event(), list[StoreError]()
+    monkeypatch.setattr(inquiries, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(inquiries, "THREADS", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class BusyStore(FarStore):
+        def has(self, era: str, key: bytes, until: float) -> bool:
+            begun.set()
+            assert go_on.wait(20)
+            return super().has(era, key, until)
+
+    store: Any = BusyStore(clock)
+    eras: Any = SimpleNamespace(name="", open_now="e", distrusted="")
+    asking = Inquiries(store, eras, woken.set, failures.append)
+    try:
+        asking.ask(KEYS[:1])
+        assert begun.wait(20)
+        asking.ask(KEYS[1:3])
+        clock.now += ANSWER_S - 1.5 * AWAY_S
+        go_on.set()
+        found: list[StoredPrefix] = []
+        while len(found) < 2:
+            assert woken.wait(20)
+            woken.clear()
+            found += asking.take()
+        assert not failures
+    finally:
+        asking.close()
+
+
+def test_a_request_is_signed_as_in_awss_own_example() -> None:
+    """The example "GET Object" in Amazon's description of signature version 4."""
+    keys = AccessKeys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    headers = {"Host": "examplebucket.s3.amazonaws.com", "Range": "bytes=0-9"}
+    moment = datetime(2013, 5, 24, tzinfo=UTC)
+    made = signed("GET", "/test.txt", headers, hashlib.sha256(b"").hexdigest(), keys, "us-east-1", moment)
+    assert made["authorization"].endswith(
+        "SignedHeaders=host;range;x-amz-content-sha256;x-amz-date, "
+        "Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "url"),
+        ({"url": "https://host/bucket", "bucket": "b"}, "bucket"),
+        ({"url": "s3://bucket"}, "must be http"),
+        ({"url": "https://key:secret@host/bucket"}, "without a key"),
+        ({"url": "https://host"}, "names no bucket"),
+        ({"url": "https://host/a/../b"}, "names no bucket"),
+        ({"url": "https://host:99999/bucket"}, "not right"),
+        ({"url": "https://host/bucket", "credentials": "/nowhere"}, "'/nowhere', cannot be read"),
+        ({"url": "https://host/bucket", "ca_file": "/nowhere"}, "ca_file"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with pytest.raises(ConfigurationError, match=said):
+        create_tier(TierConfig(spec="objects", options=options))
+
+
+def test_a_policy_of_evicting_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no policy"):
+        create_tier(TierConfig(spec="objects", policy=EvictionPolicy.ARC, options={"url": "https://h/b"}))
+
+
+def test_keys_come_from_a_file_that_may_be_replaced_or_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("[a]\naws_access_key_id = x\naws_secret_access_key = y%z\n")
+    ring = CredentialFile(ObjectOptions("https://h/b", credentials=str(file), profile="a"))
+    assert ring.keys() == AccessKeys("x", "y%z")
+    file.write_text("[a]\naws_access_key_id = x2\naws_secret_access_key = y2\naws_session_token = t\n")
+    os.utime(file, (1, 1))
+    assert ring.keys() == AccessKeys("x2", "y2", "t")
+    assert "y2" not in repr(ring.keys()), "a secret is shown nowhere"
+    with pytest.raises(ConfigurationError, match=r"\[default\] with aws_access_key_id"):
+        CredentialFile(ObjectOptions("https://h/b", credentials=str(file))).keys()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "e")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "f")
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    assert CredentialFile(ObjectOptions("https://h/b")).keys() == AccessKeys("e", "f")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(ConfigurationError, match="no key to its store"):
+        CredentialFile(ObjectOptions("https://h/b")).keys()

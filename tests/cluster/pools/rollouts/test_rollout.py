@@ -7,14 +7,12 @@ import contextlib
 from collections import Counter
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, RolloutConfig, TandemConfig
 from tandem.cluster.control import ClusterView
-from tandem.cluster.launcher import CheckKept
+from tandem.cluster.launcher import CheckKept, Offer
 from tandem.cluster.pools import state, wings
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
@@ -315,14 +313,6 @@ class Watched:
 
 
 Blow = tuple[str, int, float]
-BLOWS = st.lists(
-    st.tuples(
-        st.sampled_from(["nothing", "kill a node", "kill the controller", "back"]),
-        st.integers(0, 5),
-        st.sampled_from([1.0, 4.0, 11.0, 40.0]),
-    ),
-    max_size=8,
-)
 
 
 @pytest.mark.parametrize(
@@ -334,21 +324,6 @@ BLOWS = st.lists(
     ],
 )
 def test_whatever_happens_meanwhile_all_nodes_have_one_configuration_in_the_end(
-    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
-) -> None:
-    roll_out_under_blows(sizes, surge, unavailable, broken, blows)
-
-
-@pytest.mark.more
-@settings(max_examples=12, deadline=None)
-@given(
-    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    surge=st.integers(0, 2),
-    unavailable=st.sampled_from([None, 0, 1]),
-    broken=st.sampled_from(["none", "none", "all", "late"]),
-    blows=BLOWS,
-)
-def test_many_blows_leave_one_configuration(
     sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
 ) -> None:
     roll_out_under_blows(sizes, surge, unavailable, broken, blows)
@@ -419,3 +394,113 @@ async def test_without_this_wing_what_needs_new_processes_is_refused(monkeypatch
         await rig.controller.apply(replace(rig.config, pools=pools(1, 2)), dry_run=False)
         await settle()
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+
+
+ENOUGH_S = 100.0
+
+
+def changed(config: TandemConfig, **decode: object) -> TandemConfig:
+    return replace(config, pools=replace(config.pools, decode=replace(config.pools.decode, **decode)))
+
+
+def three_machines() -> FakeHosts:
+    """One machine in zone b and two in zone a; the first decode nodes are on these two."""
+    head = replace(one_machine(8), slots={}, fits=frozenset())
+    hosts = FakeHosts(head, *(machine(name, prefill=1, decode=2) for name in "123"))
+    resources = {"prefill": 1.0, "decode": 2.0}
+    names = [host.name for host in hosts.hosts[1:]]
+    hosts.offers = {
+        name: Offer(resources | ({"GPU": 2.0} if zone == "b" else {}), {"zone": zone})
+        for name, zone in zip(names, "baa", strict=True)
+    }
+    return hosts
+
+
+def places_of(rig: Rig, role: Role) -> list[str]:
+    return sorted(node.host.name for node in rig.launcher.running if node.config.role is role)
+
+
+async def labelled(rig: Rig, zone: str, seconds: float) -> None:
+    """Decode nodes are wanted in this zone, for so long."""
+    await rig.controller.apply(changed(rig.config, label_selector={"zone": zone}), dry_run=False)
+    await rig.clock.advance(seconds)
+
+
+@pytest.mark.parametrize("wanted", [{"label_selector": {"zone": "b"}}, {"resources": {"GPU": 1}}])
+async def test_a_pool_moves_to_machines_that_fit_and_none_of_its_places_is_empty_meanwhile(
+    wanted: dict[str, dict[str, object]],
+) -> None:
+    hosts = three_machines()
+    only = hosts.hosts[1].name
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
+        assert only not in places_of(rig, Role.DECODE)
+        change = await rig.controller.apply(changed(rig.config, **wanted), dry_run=False)
+        assert change.refused == []
+        fewest = 2
+        for _ in range(int(ENOUGH_S)):
+            await rig.clock.advance(1.0)
+            view = await rig.controller.view()
+            fewest = min(fewest, sum(node.role == "decode" and node.phase == "ready" for node in view.nodes))
+        assert (view.rollout, view.revision) == (None, change.revision)
+        assert places_of(rig, Role.DECODE) == [only, only]
+        assert fewest >= 1
+        new = [node for node in rig.launcher.running if node.config.role is Role.DECODE]
+        assert all(node.needs == wanted.get("resources", {}) for node in new)
+
+
+async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_back() -> None:
+    patient = replace(TIMEOUTS, machines_s=90.0)
+    async with started(pools=pools(1, 2), hosts=three_machines(), timeouts=patient) as rig:
+        before = {node.info.node_id for node in rig.launcher.running}
+        await labelled(rig, "c", 60.0)
+        view = await rig.controller.view()
+        assert view.rollout is not None
+        assert "no machine has what a node needs with the new configuration" in view.rollout.waits
+        serving = {node.info.node_id for node in rig.launcher.running if node.config.role is Role.DECODE}
+        assert serving <= before, "the old ones serve"
+        assert len(serving) == 2
+        await rig.clock.advance(90.0)
+        view = await rig.controller.view()
+        assert view.rollout is None
+        assert any("taken back: decode: no machine has" in one.text for one in view.decisions)
+        assert (await rig.controller.configuration()).pools == rig.config.pools
+        assert len(places_of(rig, Role.DECODE)) == 2
+
+
+async def test_a_machine_that_comes_in_time_is_used() -> None:
+    hosts = three_machines()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
+        await labelled(rig, "c", 60.0)
+        late = machine("4", prefill=1, decode=2)
+        hosts.offers[late.name] = Offer({"prefill": 1.0, "decode": 2.0}, {"zone": "c"})
+        hosts.join(late)
+        await rig.clock.advance(ENOUGH_S)
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == [late.name]
+
+
+async def test_a_pool_that_follows_the_machines_does_not_shrink_before_its_new_places_serve() -> None:
+    hosts = three_machines()
+    kept = [host.name for host in hosts.hosts[2:4]]
+    async with started(pools=replace(pools(1, 1), decode=PoolConfig(nodes=None)), hosts=hosts) as rig:
+        assert len(places_of(rig, Role.DECODE)) == 6
+        await labelled(rig, "a", 0.0)
+        fewest = 6
+        for _ in range(int(ENOUGH_S)):
+            await rig.clock.advance(1.0)
+            fewest = min(fewest, len(places_of(rig, Role.DECODE)))
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == sorted(kept * 2)
+        assert fewest >= 3
+
+
+async def test_a_controller_that_comes_back_in_the_middle_finds_old_and_new_nodes_where_they_are() -> None:
+    hosts = three_machines()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
+        await labelled(rig, "b", 4.0)
+        running = {id(node) for node in rig.launcher.running}
+        await rig.next_controller()
+        assert running <= {id(node) for node in rig.launcher.running}, "none was lost"
+        await rig.clock.advance(ENOUGH_S)
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == [hosts.hosts[1].name] * 2
