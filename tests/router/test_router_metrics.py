@@ -126,7 +126,11 @@ def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> Non
     assert outcomes.pop(("d0", "received", "decode")) == 1
     assert {(node, role) for node, _, role in outcomes} == {("d0", "decode")}, "p0 has transferred nothing"
     assert set(outcomes.values()) == {0}
-    assert {"peer_lost", "lease_expired", "incompatible", "refused"} <= {outcome for _, outcome, _ in outcomes} <= set(Outcome)
+    assert (
+        {"peer_lost", "lease_expired", "incompatible", "refused"}
+        <= {outcome for _, outcome, _ in outcomes}
+        <= set(Outcome)
+    )
 
 
 def in_pool(router: RunningRouter, role: str) -> dict[str, float]:
