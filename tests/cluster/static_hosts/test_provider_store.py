@@ -19,12 +19,6 @@ from tandem.cluster.static_hosts.store import LocalStore, RecordStore, RemoteSto
 from tests.waiting import until
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path
-
-
 class CountingShell(LocalShell):
     def __init__(self) -> None:
         self.calls = 0
