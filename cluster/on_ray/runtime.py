@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -43,6 +44,7 @@ _NONE_HERE = "Tandem does not run on this machine: start it with `tandem serve`,
 _REACH_S = 3.0
 JOIN_S = 60.0  # a busy head takes seconds
 _LEAVE_S = 10.0
+_LOOK_AGAIN_S = 0.2
 _END_S = 5.0  # for the processes that a raylet started to end by themselves
 # The first bytes of each side of an HTTP/2 connection. Ray's control store speaks HTTP/2; a router and most other servers do not.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -190,6 +192,9 @@ def connect_to_ray(address: str) -> None:
     else:
         check_reachable(address)
     keep_private()
+    logging.getLogger("ray._private.worker").setLevel(
+        logging.ERROR
+    )  # it warns that a thread joins, which handles no signals
     join = functools.partial(
         ray.init,
         address=address,
@@ -271,6 +276,23 @@ def check_reachable(address: str) -> None:
                 f"{address} answers, but not as Ray: give the address and port of the head's `ray start` "
                 "(HOST:6379); for a router use `tandem status --url http://HOST:PORT`"
             )
+
+
+async def until_ended(address: str) -> None:
+    """Returns when nothing listens at this address of a head any more. Ray would ask there for a minute, and then end this process."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            continue
+        with contextlib.suppress(OSError):
+            await reader.read()  # Ray ends the connection after a while, as nothing is asked on it
+        writer.close()
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
