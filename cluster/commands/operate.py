@@ -118,14 +118,14 @@ def with_controller(
                 say(f"{await _named(controller)}:")
             return await work(controller)
 
-        return asyncio.run(_while_ray_runs(run()))
+        return asyncio.run(while_ray_runs(run()))
 
 
 class ServerEnded(Unavailable):
     """A Ray of one machine has ended, with the `tandem serve` that it belongs to."""
 
 
-async def _while_ray_runs(work: Coroutine[Any, Any, T], on_end: Callable[[], object] = lambda: None) -> T:
+async def while_ray_runs(work: Coroutine[Any, Any, T], on_end: Callable[[], object] = lambda: None) -> T:
     """Raises ServerEnded. On a cluster the head may come back, and Ray waits for it. `on_end` is called before `work` is cancelled."""
     address = own_address()
     if not listens_on_loopback_only(address):
@@ -254,7 +254,7 @@ def _of_every_deployment(
                 for node_id, done in answer.items()
             }
 
-        return asyncio.run(_while_ray_runs(run()))
+        return asyncio.run(while_ray_runs(run()))
 
 
 def _limit_s(options: argparse.Namespace) -> float:
@@ -337,7 +337,7 @@ def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
                 say(line)
 
         try:
-            finished = asyncio.run(_while_ray_runs(work(), lambda: over.append("Ray")))
+            finished = asyncio.run(while_ray_runs(work(), lambda: over.append("Ray")))
         except ServerEnded:  # a server ends as soon as the end is recorded, maybe before we have seen every process end
             if not drained:
                 raise
