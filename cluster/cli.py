@@ -29,8 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    failed = 1
     try:
-        status = _answered(words)
+        options = _options(words)
+        if options is None:
+            return 2
+        failed = getattr(options, "failed", failed)
+        status = _answered(options, failed)
         if sys.stdout is not None:
             sys.stdout.flush()  # what is left would fail at exit
     except KeyboardInterrupt:
@@ -42,22 +47,24 @@ def _run(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:
             print(f"tandem: {error.strerror}", file=sys.stderr)
-        return 1
+        return failed
     return status
 
 
-def _answered(words: Sequence[str]) -> int:
-    from tandem.base.errors import TandemError
-
+def _options(words: Sequence[str]) -> argparse.Namespace | None:
     parser = make_parser()
     if not words:
         parser.print_help(sys.stderr)
-        return 2
+        return None
     if words[0] == "completion" and words[2:3] == ["--words"]:
         # Not by the parser: what is typed may be what it would take for its own, such as a lone `--`.
-        options = argparse.Namespace(verbose=False, run=lambda _: _complete(parser, words[3:]))
-    else:
-        options = parser.parse_args(words)
+        return argparse.Namespace(verbose=False, run=lambda _: _complete(parser, words[3:]))
+    return parser.parse_args(words)
+
+
+def _answered(options: argparse.Namespace, failed: int) -> int:
+    from tandem.base.errors import TandemError
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the command
@@ -70,7 +77,7 @@ def _answered(words: Sequence[str]) -> int:
         status: int = options.run(options)
     except TandemError as error:
         print_error(options, error)
-        status = 1
+        status = failed
     return status
 
 

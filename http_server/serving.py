@@ -269,7 +269,8 @@ def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigurationError(
-            f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
+            f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; end what listens there, or choose "
+            "another port"
         ) from error
     listener.listen(BACKLOG)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)

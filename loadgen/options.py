@@ -15,6 +15,7 @@ from tandem.loadgen.api import ApiEndpoint
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 
 _DEFAULT_REQUESTS = 100
+MOST_PROMPT_TOKENS = 1 << 30  # of all requests together, which are in memory before the run begins
 
 
 class Workload(enum.StrEnum):
@@ -83,6 +84,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def warmup_sessions(self) -> int:
         return self.warmup if self.warmup is not None else (self.users or 1)
 
+    def _prompt_tokens(self) -> int:
+        """How many tokens are drawn before the run, without those of a trace."""
+        shared = self.prefix * self.prefixes if self.workload is Workload.SHARED_PREFIX else 0
+        more = self.prefix if self.workload is Workload.SHARED_PREFIX else 0
+        if self.workload is Workload.MULTI_TURN:
+            more = (self.turns - 1) * (self.input if self.turn_input is None else self.turn_input)
+        return shared + ((self.sessions or 0) + self.warmup_sessions) * (self.input + more)
+
     def check(self) -> None:
         """Checks the rules between several flags. Raises ConfigurationError."""
         for name in ("rate", "duration", "timeout", "think", "spread", "trace_speed", "trace_scale", "temperature"):
@@ -91,6 +100,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be a number that is finite, not {value:g}")
         if self.requests is not None and self.requests < 1:
             raise ConfigurationError(f"--requests must be at least 1, not {self.requests}")
+        if (tokens := self._prompt_tokens()) > MOST_PROMPT_TOKENS:
+            raise ConfigurationError(
+                f"the prompts, with those of the warm-up, would have {tokens:,} tokens: at most {MOST_PROMPT_TOKENS:,} are made"
+            )
         if self.duration is not None and self.duration <= 0:
             raise ConfigurationError(f"--duration must be above 0 seconds, not {self.duration:g}")
         if self.timeout <= 0:

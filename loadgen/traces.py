@@ -8,7 +8,7 @@ ContextTokens and GeneratedTokens, and tells nothing about the text.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -19,7 +19,7 @@ import numpy as np
 
 from tandem.base.errors import ConfigurationError
 from tandem.loadgen.vocabulary import Vocabulary, words_for
-from tandem.loadgen.workload import Session, single
+from tandem.loadgen.workload import MOST_REQUESTS, MOST_TOKENS, Session, single
 
 MOONCAKE_BLOCK_TOKENS = 512
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -46,7 +46,9 @@ def read_trace(file: Path, limit: int | None = None) -> list[TraceRow]:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             is_json = lines.read(1) == "{"
             lines.seek(0)
-            rows = list(islice(_mooncake(file, lines) if is_json else _azure(file, lines), limit))
+            rows = list(
+                islice(_mooncake(file, lines) if is_json else _azure(file, lines), limit and min(limit, MOST_REQUESTS))
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--trace {file} cannot be read: {error}") from error
     if not rows:
@@ -83,6 +85,15 @@ def _azure(file: Path, lines: Iterator[str]) -> Iterator[TraceRow]:
             raise ConfigurationError(f"{file}, line {reader.line_num}: {error}") from error
 
 
+def refuse_too_long(rows: Sequence[TraceRow], scale: float) -> None:
+    longest = scale * max((max(row.input_tokens, row.output_tokens) for row in rows), default=0)
+    if longest > MOST_TOKENS:
+        raise ConfigurationError(
+            f"the trace's longest prompt or answer has {longest:.4g} tokens, with a --trace-scale of {scale:g}: at most {MOST_TOKENS:,} can be "
+            "played"
+        )
+
+
 def replay(
     rows: list[TraceRow], vocabulary: Vocabulary, seed: int, speed: float = 1.0, scale: float = 1.0
 ) -> list[Session]:
@@ -90,6 +101,7 @@ def replay(
     long, so that a small model can serve it and prompts still share what they shared."""
     if speed <= 0 or scale <= 0:
         raise ConfigurationError("a trace's speed and scale must be above 0")
+    refuse_too_long(rows, scale)
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * scale))
     sessions = []
     for index, row in enumerate(rows):

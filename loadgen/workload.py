@@ -11,6 +11,9 @@ from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Prompt
 from tandem.loadgen.vocabulary import Vocabulary, words_for
 
+MOST_TOKENS = 1 << 24  # of a prompt or an answer; the longest contexts of models have a tenth of it
+MOST_REQUESTS = 10_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
@@ -41,8 +44,10 @@ class Lengths:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.input < 1 or self.output < 1:
-            raise ConfigurationError("a prompt and an answer must have at least 1 token each")
+        if not (1 <= self.input <= MOST_TOKENS and 1 <= self.output <= MOST_TOKENS):
+            raise ConfigurationError(
+                f"a prompt and an answer must have at least 1 token each, and at most {MOST_TOKENS:,}, not {self.input} and {self.output}"
+            )
         if not 0.0 <= self.spread < 1.0:
             raise ConfigurationError(f"the lengths' spread must be at least 0 and below 1, not {self.spread:g}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.base.errors import Unavailable
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.base.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
 from tandem.router.config import RouterConfig
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
+# A process that stands still holds its port for five seconds after Ray was told to end it, and this router may be its successor.
+PORT_S = 6.0
+_PORT_AGAIN_S = 0.1
 _FOLLOWERS = 4  # the controller, and former ones that were killed while they waited
 
 FindModel = Callable[[str, Report], str]
@@ -79,13 +83,12 @@ class RouterHost:
 
     async def _start(self, door: str) -> RouterInfo:
         # Commands and controllers import this module, too, and route nothing.
-        from tandem.http_server.serving import listen
         from tandem.router.server import RouterServer
 
         config = msgspec.msgpack.decode(self._config, type=RouterConfig)
         if self._find_model is not None:
-            if not door:
-                listen(config.host, config.port).close()  # finds a taken port before anything is fetched
+            if not door:  # finds a taken port before anything is fetched
+                await self._until_free(config.host, config.port)
             path = await asyncio.to_thread(self._find_model, config.tokenizer_path, self._progress.report)
             config = msgspec.structs.replace(config, tokenizer_path=path)
         self._progress.report("loading the tokenizer", 0.0)
@@ -99,6 +102,23 @@ class RouterHost:
         gc.set_threshold(_GARBAGE_OBJECTS)
         services = self._server.services
         return RouterInfo(url, services.links.endpoint, self._server.door, services.siblings.desk)
+
+    async def _until_free(self, host: str, port: int) -> None:
+        """Raises ConfigurationError if nothing can listen there, or the port is still taken after PORT_S."""
+        from tandem.http_server.serving import listen
+
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PORT_S
+        while True:
+            try:
+                listen(host, port).close()
+                return
+            except ConfigurationError as error:
+                is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+                if not is_taken or loop.time() > deadline:
+                    raise
+            self._progress.report(f"waiting for port {port}, which another process has", 0.0)
+            await asyncio.sleep(_PORT_AGAIN_S)
 
     async def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
         """Waits up to `timeout_s` for a step of `start` newer than `seen`. Returns the latest step and its

@@ -249,7 +249,7 @@ class RouterMetrics:
         self.traces_exported = made.counter("tandem_traces_exported", "Traces that a collector has taken")
         self.traces_dropped = made.counter("tandem_traces_dropped", "Traces that no collector took", "reason")
         # Begin at 0, so that the first count of a reason shows as an increase.
-        for reason in ("queue_full", "deadline", "unauthorized", "bodies", "memory", "quota"):
+        for reason in ("queue_full", "long_wait", "deadline", "unauthorized", "bodies", "memory", "quota"):
             self.refusals.labels(reason=reason)
         for phase in ("queue", "total", "token_idle", "failover_wait"):
             self.deadlines.labels(phase=phase)

@@ -49,7 +49,18 @@ _PER_LABEL = {
 # What alerts count, of a node that has transferred anything: a rate misses the failures that a series begins with.
 _FROM_ZERO = {
     "transfers_finished": dict.fromkeys(
-        ("timed_out", "too_slow", "lease_expired", "peer_lost", "move_failed", "corrupted"), 0
+        (
+            "mismatched",
+            "incompatible",
+            "timed_out",
+            "too_slow",
+            "lease_expired",
+            "peer_lost",
+            "move_failed",
+            "corrupted",
+            "refused",
+        ),
+        0,
     )
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 
 import msgspec
 from rich.console import Console
@@ -13,14 +12,11 @@ from tandem.base.errors import ConfigurationError
 from tandem.base.flags import adder
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.setting_options import add_settings, read_settings
-from tandem.cluster.config import TandemConfig
 from tandem.loadgen.options import service_level
-from tandem.simulator.costs import CostModel, Width
-from tandem.simulator.options import add_costs, add_traffic, costs_of, slo_of, traffic_of
+from tandem.simulator.options import add_costs, add_traffic, check_widths, costs_of, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.show import progress, render
 from tandem.simulator.simulation import SimulationSetup, simulate
-from tandem.wire.nodes import ENGINE_ROLES, Role
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
@@ -49,7 +45,9 @@ def run(options: argparse.Namespace) -> int:
     if options.machines is not None and options.machines < 1:
         raise ConfigurationError(f"--machines must be at least 1, not {options.machines}")
     costs = costs_of(options)
-    _check_widths(config, costs)
+    check_widths(
+        config, {role: {model.width: model} for role, model in costs.items() if config.pools.of(role).last_size}
+    )
     setup = SimulationSetup(
         config,
         costs,
@@ -67,14 +65,3 @@ def run(options: argparse.Namespace) -> int:
     result = SimulationResult(report, time.monotonic() - began)
     print_found(options, result, lambda: console.print(render(report, result.wall_s)))
     return 0
-
-
-def _check_widths(config: TandemConfig, costs: Mapping[Role, CostModel]) -> None:
-    """A simulated node takes the times of its costs, whatever the settings say of its ranks."""
-    for role in ENGINE_ROLES:
-        pool, of_costs = config.pools.of(role), costs[role].width
-        asked = Width(pool.tensor_parallel, pool.pipeline_parallel)
-        if pool.last_size and asked.ranks > 1 and asked != of_costs:
-            raise ConfigurationError(
-                f"the settings ask for {role.value} nodes of {asked}, and the costs are of nodes of {of_costs}: profile such a node"
-            )

@@ -107,6 +107,22 @@ def _by_width(flag: str, sources: Sequence[Path | str]) -> dict[Role, dict[Width
     return found
 
 
+def check_widths(config: TandemConfig, costs: CostsByWidth) -> None:
+    """A simulated node takes the times of its costs, whatever the settings say of its ranks: raises ConfigurationError if they ask for others."""
+    for role, of_width in costs.items():
+        pool = config.pools.of(role)
+        asked = Width(pool.tensor_parallel, pool.pipeline_parallel)
+        if pool.context_parallel > 1:
+            raise ConfigurationError(
+                f"the settings ask for {role.value} nodes whose ranks read prompts together (context_parallel), and no costs are of such nodes"
+            )
+        if asked.ranks > 1 and asked not in of_width:
+            there = " and ".join(map(str, of_width))
+            raise ConfigurationError(
+                f"the settings ask for {role.value} nodes of {asked}, and the costs are of nodes of {there}: profile such a node"
+            )
+
+
 def add_traffic(parser: argparse.ArgumentParser) -> None:
     add = adder(parser.add_argument_group("traffic: a trace, or requests by chance"))
     add("--trace", "FILE", Path, "Mooncake's JSONL, Azure's CSV, or a node's scheduler trace")

@@ -17,13 +17,22 @@ from tandem.base.errors import ConfigurationError
 from tandem.base.flags import adder
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.setting_options import add_settings, read_settings
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import MOST_NODES, TandemConfig
 from tandem.cluster.saving import check_file
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.options import service_level
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import CostModel, Width
-from tandem.simulator.options import CostsByWidth, add_costs, add_traffic, costs_by_width, money, slo_of, traffic_of
+from tandem.simulator.options import (
+    CostsByWidth,
+    add_costs,
+    add_traffic,
+    check_widths,
+    costs_by_width,
+    money,
+    slo_of,
+    traffic_of,
+)
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.picture import draw
 from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
@@ -58,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0.0 < options.attainment <= 1.0:
         raise ConfigurationError(f"--attainment must be above 0 and at most 1, not {options.attainment:g}")
-    if options.most_nodes < 1:
-        raise ConfigurationError(f"--most-nodes must be at least 1, not {options.most_nodes}")
+    if not 1 <= options.most_nodes <= MOST_NODES:
+        raise ConfigurationError(f"--most-nodes must be from 1 to {MOST_NODES}, not {options.most_nodes}")
     if options.picture is not None:
         if options.picture.suffix != ".svg":
             raise ConfigurationError(f"--picture must end in .svg, not {options.picture.name}")
@@ -69,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--cost must name what a {' and a '.join(missing)} node costs")
     prices.setdefault("aggregated", max(prices.values()))
     costs, traffic = costs_by_width(options), traffic_of(options)
-    _, slo = slo_of(options, configure({}))
+    config, slo = slo_of(options, configure({}))
+    check_widths(config, costs)
     console = Console(stderr=wants_json(options))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as shown:

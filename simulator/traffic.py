@@ -17,13 +17,16 @@ from tandem.cluster.replay.reading import TracedStep
 from tandem.engine.cache.hashing import BlockHasher, HashedContent
 from tandem.engine.request import Request
 from tandem.loadgen.load import poisson
-from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
-from tandem.loadgen.workload import Lengths
+from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, refuse_too_long
+from tandem.loadgen.workload import MOST_REQUESTS, MOST_TOKENS, Lengths
 
 # The first tokens of unique texts, of prompts and of answers. They lie above all hash ids of a trace; a token has 32 bits.
 OWN_TEXT = 1 << 30
 ANSWERS = 1 << 31
 COPY_SHIFT_S = 60.0
+PREFIX_BLOCK = 16  # tokens that one name of a shared prefix stands for
+MOST_SECONDS = 366 * 86_400
+MOST_PREFIX_TOKENS = 1 << 30  # of all shared prefixes together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class RecordedTraffic(msgspec.Struct, frozen=True):
             )
 
     def of(self, rows: Sequence[TraceRow], seed: int = 0) -> PlayedTraffic:
+        _refuse_too_much(self.copies * len(rows), max((row.arrival_s for row in rows), default=0.0) / self.speed)
+        refuse_too_long(rows, self.scale)
         if wrong := [row for row in rows if row.input_tokens < 1 or row.output_tokens < 0]:
             raise ConfigurationError(
                 f"the trace has a request with a prompt of {wrong[0].input_tokens} tokens and an answer of "
@@ -158,23 +163,34 @@ class SyntheticTraffic(msgspec.Struct, frozen=True):
             raise ConfigurationError(
                 f"--rate and --duration must be above 0, and finite, not {self.rate:g} requests a second and {self.seconds:g} s"
             )
-        if self.prefix < 0 or self.prefixes < 1:
+        count = max(1.0, self.rate * self.seconds)
+        _refuse_too_much(count, count / self.rate)
+        if not 0 <= self.prefix <= MOST_TOKENS or self.prefixes < 1:
             raise ConfigurationError(
-                f"--prefix must be at least 0 tokens, and --prefixes at least 1, not {self.prefix} and {self.prefixes}"
+                f"--prefix must be from 0 to {MOST_TOKENS:,} tokens, and --prefixes at least 1, not {self.prefix} and {self.prefixes}"
+            )
+        if (distinct := min(self.prefixes, round(count)) * self.prefix) > MOST_PREFIX_TOKENS:
+            raise ConfigurationError(
+                f"--prefixes have {distinct:,} tokens together: at most {MOST_PREFIX_TOKENS:,} can be played"
             )
 
     def make(self, seed: int = 0) -> PlayedTraffic:
         rng, lengths = np.random.default_rng(seed), Lengths(self.input, self.output, self.spread)
         count = max(1, round(self.rate * self.seconds))
-        size = 16
-        blocks = self.prefix // size
+        blocks = self.prefix // PREFIX_BLOCK
+        prefixes = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(min(self.prefixes, count))]
         rows = []
         for index, at in enumerate(poisson(rng, count, self.rate)):
-            first = index % self.prefixes * blocks
-            names = tuple(range(first, first + blocks))
-            tokens = blocks * size + lengths.draw_input(rng)
-            rows.append(TraceRow(at, tokens, lengths.draw_output(rng), names))
-        return PlayedTraffic(rows, size)
+            tokens = blocks * PREFIX_BLOCK + lengths.draw_input(rng)
+            rows.append(TraceRow(at, tokens, lengths.draw_output(rng), prefixes[index % len(prefixes)]))
+        return PlayedTraffic(rows, PREFIX_BLOCK)
+
+
+def _refuse_too_much(requests: float, seconds: float) -> None:
+    if not (requests <= MOST_REQUESTS and seconds <= MOST_SECONDS):
+        raise ConfigurationError(
+            f"the traffic has {requests:.4g} requests in {seconds:.4g} s: at most {MOST_REQUESTS:,} can be played, and {MOST_SECONDS:,} s"
+        )
 
 
 def next_token(request: Request) -> int:

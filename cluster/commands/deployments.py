@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tandem.base.errors import TandemError
 from tandem.cluster.commands.address import WhichCluster
-from tandem.cluster.commands.operate import joined
+from tandem.cluster.commands.operate import joined, while_ray_runs
 from tandem.cluster.control import ClusterView
 from tandem.cluster.orders import ViewOrder
 
@@ -44,7 +44,7 @@ def list_deployments(which: WhichCluster) -> list[StandingDeployment]:
         async def run() -> list[StandingDeployment]:
             return list(await asyncio.gather(*map(look, standing())))
 
-        return asyncio.run(run())
+        return asyncio.run(while_ray_runs(run()))
 
 
 def described(name: str, view: ClusterView) -> StandingDeployment:

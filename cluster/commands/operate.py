@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 import msgspec
 
-from tandem.base.errors import ConfigurationError, InternalError, TandemError
-from tandem.base.own_thread import in_own_thread
+from tandem.base.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from tandem.base.own_thread import from_own_thread, in_own_thread
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
@@ -22,7 +22,7 @@ from tandem.cluster.commands.foretelling import after_role, as_json, foretold
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.control import DRAIN_S
 from tandem.cluster.describe import parse_role, parse_sizes
-from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, stop_ray
+from tandem.cluster.on_ray.runtime import connect_to_ray, listens_on_loopback_only, own_address, stop_ray, until_ended
 from tandem.cluster.orders import (
     ChangeRoleOrder,
     DrainOrder,
@@ -36,7 +36,7 @@ from tandem.cluster.orders import (
     TimeoutsOrder,
     ViewOrder,
 )
-from tandem.cluster.tasks import saying_if_slow
+from tandem.cluster.tasks import first_of, has_ended, saying_if_slow
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:
@@ -113,12 +113,32 @@ def with_controller(
         from tandem.cluster.on_ray.remote_controller import chosen, the_controller
 
         async def run() -> T:
-            controller = the_controller(chosen(which.name))
+            controller = await from_own_thread("find-controller", lambda: the_controller(chosen(which.name)))
             if say is not None:
                 say(f"{await _named(controller)}:")
             return await work(controller)
 
-        return asyncio.run(run())
+        return asyncio.run(while_ray_runs(run()))
+
+
+class ServerEnded(Unavailable):
+    """A Ray of one machine has ended, with the `tandem serve` that it belongs to."""
+
+
+async def while_ray_runs(work: Coroutine[Any, Any, T], on_end: Callable[[], object] = lambda: None) -> T:
+    """Raises ServerEnded. On a cluster the head may come back, and Ray waits for it. `on_end` is called before `work` is cancelled."""
+    address = own_address()
+    if not listens_on_loopback_only(address):
+        return await work
+
+    async def end() -> None:
+        await until_ended(address)
+        on_end()
+
+    done, _ = await first_of(work, end())
+    if not has_ended(done):
+        raise ServerEnded(f"the server whose Ray was at {address} has ended")
+    return done.result()
 
 
 async def _named(controller: RemoteController) -> str:
@@ -218,10 +238,10 @@ def _of_every_deployment(
         from tandem.cluster.on_ray.remote_controller import chosen, standing, the_controller
 
         async def run() -> dict[str, bool]:
-            names = standing()
+            names = await from_own_thread("find-deployments", standing)
             if len(names) < 2:
-                return await empty(the_controller(chosen(None)))
-            controllers = [the_controller(name) for name in names]
+                return await empty(await from_own_thread("find-controller", lambda: the_controller(chosen(None))))
+            controllers = await from_own_thread("find-controllers", lambda: [the_controller(name) for name in names])
             answers = await asyncio.gather(*map(empty, controllers), return_exceptions=True)
             failed = [answer for answer in answers if isinstance(answer, BaseException)]
             mistakes = [error for error in failed if isinstance(error, ConfigurationError)]
@@ -234,7 +254,7 @@ def _of_every_deployment(
                 for node_id, done in answer.items()
             }
 
-        return asyncio.run(run())
+        return asyncio.run(while_ray_runs(run()))
 
 
 def _limit_s(options: argparse.Namespace) -> float:
@@ -299,19 +319,36 @@ def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
         )
 
         async def work() -> bool:
-            name, address = chosen(which.name), own_address()
+            name, address = await from_own_thread("find-deployment", lambda: chosen(which.name)), own_address()
             say(f"{name} at {url_of(address, name) or f'the Ray cluster of {address}'}:")
-            if find_controller(name) is None and await end_without_a_controller(name, DOWN):
+            controller = await from_own_thread("find-controller", lambda: find_controller(name))
+            if controller is None and await end_without_a_controller(name, DOWN):
                 say("it had no controller any more")
                 return False
-            return await end_cluster(the_controller(name), now=now, say=say)
+            if controller is None:
+                controller = await from_own_thread("find-controller", lambda: the_controller(name))
+            return await end_cluster(controller, now=now, say=say_while_there, on_drained=drained.append)
 
-        finished = asyncio.run(work())
+        over: list[str] = []
+        drained: list[bool] = []
+
+        def say_while_there(line: str) -> None:
+            if not over:
+                say(line)
+
+        try:
+            finished = asyncio.run(while_ray_runs(work(), lambda: over.append("Ray")))
+        except ServerEnded:  # a server ends as soon as the end is recorded, maybe before we have seen every process end
+            if not drained:
+                raise
+            finished = drained[0]
     say("everything was finished; it is down" if finished else "it is down; not everything was finished")
     return finished
 
 
-async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> bool:
+async def end_cluster(
+    controller: RemoteController, *, now: bool, say: Say, on_drained: Callable[[bool], object] = lambda finished: None
+) -> bool:
     """Ends the cluster even if its controller does not answer. Returns whether all of its requests ended in time."""
     finished = False
     if not now:
@@ -324,5 +361,6 @@ async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> b
         except asyncio.CancelledError:
             say("it takes nothing new, and is not ended: `tandem down --now` ends it")
             raise
+    on_drained(finished)
     await saying_if_slow(controller.end(END_S, DOWN), lambda: say("ending every process"))
     return finished

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import ipaddress
@@ -40,7 +42,9 @@ OBJECT_STORE_BYTES = 80 << 20
 
 _NONE_HERE = "Tandem does not run on this machine: start it with `tandem serve`, or name the head of a Ray cluster with --address HOST:6379"
 _REACH_S = 3.0
+JOIN_S = 60.0  # a busy head takes seconds
 _LEAVE_S = 10.0
+_LOOK_AGAIN_S = 0.2
 _END_S = 5.0  # for the processes that a raylet started to end by themselves
 # The first bytes of each side of an HTTP/2 connection. Ray's control store speaks HTTP/2; a router and most other servers do not.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -172,8 +176,8 @@ def _job_config() -> Any:
 
 
 def connect_to_ray(address: str) -> None:
-    """Joins a running cluster. Call it from the main thread. Raises Unavailable within seconds when nothing answers,
-    ConfigurationError when `address` is malformed."""
+    """Joins a running cluster. Raises Unavailable within seconds when nothing answers, and after JOIN_S when the head answers and then
+    stands still or ends; ConfigurationError when `address` is malformed."""
     if listens_on_loopback_only(address):
         _stay_on_loopback()
     ray = import_ray()
@@ -188,19 +192,45 @@ def connect_to_ray(address: str) -> None:
     else:
         check_reachable(address)
     keep_private()
+    logging.getLogger("ray._private.worker").setLevel(
+        logging.ERROR
+    )  # it warns that a thread joins, which handles no signals
+    join = functools.partial(
+        ray.init,
+        address=address,
+        namespace=NAMESPACE,
+        job_config=_job_config(),
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level="ERROR",
+    )
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            job_config=_job_config(),
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level="ERROR",
-        )
+        _within("join-ray", join, JOIN_S)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"the Ray cluster at {address} answers, and has let nothing join for {JOIN_S:.0f} s: its head ends, stands still or is busy; "
+            "try again"
+        ) from error
     except ConnectionError as error:
         raise Unavailable(f"the Ray cluster at {address} does not answer: {error}") from error
     except (RuntimeError, OSError, ValueError) as error:
         raise Unavailable(f"cannot join the Ray cluster at {address}: {str(error).strip()}") from error
+
+
+_held: list[Future[object]] = []  # what Ray does for us and has not ended
+
+
+def is_held_by_ray() -> bool:
+    """Whether Ray still waits for its head. The interpreter's own exit would wait for that, too, or crash: `os._exit` ends this process."""
+    return any(not work.done() for work in _held)
+
+
+def _within(name: str, work: Callable[[], object], limit_s: float) -> None:
+    """Raises TimeoutError. If the head stands still or cannot be reached, Ray waits for minutes and hears no signal meanwhile: that wait is
+    left to a thread."""
+    doing: Future[object] = in_own_thread(name, work)
+    _held.append(doing)
+    doing.result(limit_s)
 
 
 def _address_here() -> str:
@@ -248,6 +278,23 @@ def check_reachable(address: str) -> None:
             )
 
 
+async def until_ended(address: str) -> None:
+    """Returns when nothing listens at this address of a head any more. Ray would ask there for a minute, and then end this process."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            continue
+        with contextlib.suppress(OSError):
+            await reader.read()  # Ray ends the connection after a while, as nothing is asked on it
+        writer.close()
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
 def _speaks_http2(connection: socket.socket) -> bool:
     """Raises TimeoutError if nothing is said."""
     connection.settimeout(_REACH_S)
@@ -270,27 +317,11 @@ def stop_ray() -> None:
     if started := _started_by_raylets():
         ray.shutdown()
         _end(started)
-    else:
-        _leave(ray)
-
-
-_leaving: list[Future[None]] = []  # what has not ended within _LEAVE_S
-
-
-def is_held_by_ray() -> bool:
-    """Whether Ray still waits for its head. The interpreter's own exit would wait for that, too, or crash: `os._exit` ends this process."""
-    return any(not left.done() for left in _leaving)
-
-
-def _leave(ray: ModuleType) -> None:
-    """Leaves a cluster. If its head stands still or cannot be reached, Ray waits for minutes and hears no signal meanwhile: that wait is left
-    to a thread."""
-    leaving: Future[None] = in_own_thread("leave-ray", ray.shutdown)
+        return
     try:
-        leaving.result(_LEAVE_S)
+        _within("leave-ray", ray.shutdown, _LEAVE_S)
     except TimeoutError:
         logger.warning("Ray's head does not answer: this process leaves the cluster without it")
-        _leaving.append(leaving)
 
 
 def _started_by_raylets() -> list[int]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.base.tasks import Tasks
 from tandem.cluster.api_client import trusted
 from tandem.cluster.picker.choice import RouterChoice
 from tandem.cluster.picker.known_routers import ANSWER_S, LOOK_S, KnownRouters, RouterName
+from tandem.cluster.tasks import first_of, has_ended
 from tandem.wire.endpoints import address_of
 
 if TYPE_CHECKING:
@@ -63,17 +64,20 @@ async def _serve(names: list[RouterName], options: argparse.Namespace) -> None:
         server = Picker(routers, choice).server()
         port = _listen(server, options)
         await server.start()
-        tasks.keep("routers", lambda: _look(routers))
+        tasks.spawn(_look(routers), "routers")
         print(f"the picker listens at {address_of(options.host, port)}", flush=True)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        await stop.wait()
+        # Without its look it would go on to send requests to routers that have gone. Kubernetes starts it again.
+        died, _ = await first_of(tasks.failed(), stop.wait())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: asyncio.ensure_future(server.stop(None)))
         await server.stop(ENDS_WITHIN_S)
         await tasks.stop()
+    if has_ended(died):
+        raise InternalError(died.result())
 
 
 async def _look(routers: KnownRouters) -> None:

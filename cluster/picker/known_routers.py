@@ -93,8 +93,8 @@ class KnownRouters:
         try:
             async with asyncio.timeout(ANSWER_S):
                 found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
-            logger.warning("%s cannot be looked up: %s", name.host, error or f"no answer within {ANSWER_S:.0f} s")
+        except (OSError, UnicodeError) as error:  # also that it takes too long, and names that cannot be one
+            logger.warning("%s cannot be looked up: %s", name.host, str(error) or f"no answer within {ANSWER_S:.0f} s")
             return [(address, router.name) for address, router in self._found.items() if router.name == name]
         return [(address_of(ip, name.port), name) for ip in dict.fromkeys(str(each[4][0]) for each in found)]
 
@@ -103,16 +103,17 @@ class KnownRouters:
         name = router.name
         scheme = "https" if name.is_tls else "http"
         try:
-            answer = await self._http.get(
-                f"{scheme}://{address}/health",
-                headers={"host": f"{name.host}:{name.port}"},
-                extensions={"sni_hostname": name.host} if name.is_tls else {},
-            )
-        except httpx.TimeoutException:
+            async with asyncio.timeout(ANSWER_S):  # in all: httpx waits that long for each piece
+                answer = await self._http.get(
+                    f"{scheme}://{address}/health",
+                    headers={"host": f"{name.host}:{name.port}"},
+                    extensions={"sni_hostname": name.host} if name.is_tls else {},
+                )
+        except (httpx.TimeoutException, TimeoutError):
             router.silent += 1
             router.is_ready = router.is_ready and router.silent < MOST_SILENT
             router.said = f"no answer within {ANSWER_S:.0f} s"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             router.silent, router.is_ready, router.said = 0, False, str(error) or type(error).__name__
         else:
             router.silent, router.is_ready = 0, answer.status_code == 200

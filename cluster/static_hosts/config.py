@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -87,7 +88,12 @@ def bootstrapped(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         node_type["min_workers"], node_type["max_workers"] = least, most
     filled["max_workers"] = sum(filled["available_node_types"][name]["max_workers"] for name in pools)
-    filled["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(filled["auth"]))
+    ssh = ssh_settings(filled["auth"])
+    if ssh.private_key is not None and not Path(ssh.private_key).expanduser().is_file():
+        raise ConfigurationError(
+            f"auth.ssh_private_key {ssh.private_key} is not there: name the file of the key that the hosts admit"
+        )
+    filled["provider"]["ssh"] = msgspec.to_builtins(ssh)
     return filled
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
     def __init__(self, provider_config: dict[str, Any], cluster_name: str, reach: Reach | None = None) -> None:
         super().__init__(provider_config, cluster_name)
+        sys.excepthook = _in_a_sentence
         self._settings = read_provider(provider_config)
         self._reach = reach or reach_from_here(self._settings, cluster_name)
         self._store = self._reach.store
@@ -217,6 +220,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
 
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
+        sys.excepthook = _in_a_sentence  # Ray lets what is raised here end `ray up`
         return bootstrapped(cluster_config)
 
     def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +236,13 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         # Ray has copied them into worker_setup_commands by now, and would add them a second time.
         cluster_config["setup_commands"] = []
         return cluster_config
+
+
+def _in_a_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, TandemError):
+        print(f"tandem: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def stop_script(command: str) -> str:

@@ -99,14 +99,19 @@ class RemoteStore:
         )
 
     def _replace(self, old: bytes, new: bytes) -> bool:
+        """The script reads before it locks: the link may stall, and the autoscaler on the head waits for the lock. The link may also end in the
+        middle, which looks like the end of what is read."""
         script = f"""
             set -e; umask 077
             file="$HOME"/{self._file}; mkdir -p "${{file%/*}}"
             command -v flock >/dev/null || {{ echo "flock (util-linux) is not installed" >&2; exit 1; }}
-            exec 9>"$file.lock"; flock -w 10 9
-            now=$(cat "$file" 2>/dev/null | sha256sum)
-            [ "${{now%% *}}" = {hashlib.sha256(old).hexdigest()} ] || exit {_CHANGED_MEANWHILE}
-            cat >"$file.new"; mv "$file.new" "$file"
+            is() {{ now=$(cat "$1" 2>/dev/null | sha256sum); [ "${{now%% *}}" = "$2" ]; }}
+            new=$(mktemp "$file.XXXXXX"); trap 'rm -f "$new"' EXIT
+            cat >"$new"
+            is "$new" {hashlib.sha256(new).hexdigest()} || {{ echo "the record did not arrive whole" >&2; exit 1; }}
+            exec 9>"$file.lock"; flock -w 10 9 || {{ echo "$file.lock is held by another program" >&2; exit 1; }}
+            is "$file" {hashlib.sha256(old).hexdigest()} || exit {_CHANGED_MEANWHILE}
+            mv "$new" "$file"
         """
         try:
             self._shell.run(self._head, script, stdin=new)

@@ -19,7 +19,7 @@ from tandem.base.flags import adder
 from tandem.base.own_thread import in_own_thread
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
-from tandem.cluster.commands.output import add_output, print_error, print_found
+from tandem.cluster.commands.output import add_output, print_found
 from tandem.cluster.verify.comparison import AnswerDifference, ComparedChoice, choices_of, first_difference
 from tandem.cluster.verify.questions import Question, built_in, of_file
 from tandem.router.receipts.receipt import Receipt, read_receipt
@@ -81,7 +81,7 @@ def _read(file: Path) -> bytes:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
 
 
-_SAME, _OTHER, _NOT_COMPARED = 0, 1, 2
+_SAME, _OTHER, _NOT_SAID = 0, 1, 2
 _MOST_AT_ONCE = 256
 
 
@@ -118,15 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", "N", 32, "of each answer of the built-in set (%(default)s)")
     add("--timeout", "S", 300.0, "seconds for one answer (%(default)g)")
     add_output(parser)
+    parser.set_defaults(failed=_NOT_SAID)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0 for the same bits, 1 if answers differ, 2 if they could not be compared."""
-    try:
-        verdict = _compare(options) if options.request is None else _remake(options)
-    except TandemError as error:
-        print_error(options, error)
-        return _NOT_COMPARED
+    """Returns 0 for the same bits, 1 if answers differ."""
+    verdict = _compare(options) if options.request is None else _remake(options)
     print_found(options, verdict, lambda: print(verdict))
     return _SAME if verdict.same else _OTHER
 

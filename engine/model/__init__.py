@@ -1,7 +1,7 @@
 """The model: computes a scheduler's output and samples tokens.
 
-loading         makes a runner from the configuration, with source, content, checkpoint, context, plain_config, leftovers, paths,
-                weight_formats, memory and prefault; loaded has what a load gives
+loading         makes a runner from the configuration, with source, content, tensor_files, checkpoint, context, plain_config,
+                leftovers, paths, weight_formats, memory and prefault; loaded has what a load gives
 capabilities    what a model may be loaded with; wings has the table of them
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/; its optional parts

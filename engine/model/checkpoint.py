@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
 from tandem.engine.model.plain_config import PlainConfig, read_plain_config
 from tandem.engine.model.source import ModelSource
+from tandem.engine.model.tensor_files import open_tensors
 from tandem.engine.model.weight_formats import config_of, weight_format
 
 log = logging.getLogger(__name__)
@@ -108,11 +108,8 @@ def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:
-    files = sorted(source.folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigurationError(f"{source.name} cannot be loaded: there is no .safetensors file in its folder")
-    with translated_errors(source), safe_open(files[0], framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+    with translated_errors(source):
+        for name, file in open_tensors(source).items():
             dtype: torch.dtype = file.get_tensor(name).dtype
             if dtype.is_floating_point:
                 return dtype

@@ -32,6 +32,10 @@ _SAYS_NOTHING = ("transformers_version", "_name_or_path")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]  # the file of each tensor
+
+
 class ModelContent(msgspec.Struct, frozen=True):
     digest: str
     tokenizer: str  # the digest of tokenizer.json only; "" when the model has none
@@ -65,11 +69,19 @@ def weight_files(source: ModelSource) -> list[Path]:
         if found is None:
             return [folder / source.gguf_file]
         return sorted(folder.glob(f"{source.gguf_file[: found.start()]}-*-of-{found[1]}.gguf"))
-    index = source.read_json(_INDEX).get("weight_map")
-    if isinstance(index, dict) and index:
-        return [folder / str(name) for name in sorted(set(index.values()))]
+    if named := _indexed(folder / _INDEX):
+        return [folder / name for name in sorted(named)]
     only = folder / "model.safetensors"
     return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _indexed(file: Path) -> set[str]:
+    try:
+        return set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values())
+    except FileNotFoundError:
+        return set()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from error
 
 
 def _is_quantized(source: ModelSource) -> bool:

@@ -11,17 +11,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
-from tandem.engine.model.content import weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.engine.model.states import states_wing
+from tandem.engine.model.tensor_files import open_tensors
 from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def load_model(
     With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `cut` only that part is loaded.
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
+    if source.gguf_file is None:
+        open_tensors(source)  # refuses what transformers would take one of, in silence
     found = weight_format(source, config)
     if found is not None and not found.reads(device, in_parts=cut is not None):
         found = None
@@ -128,11 +129,7 @@ def holds_head(source: ModelSource, model: PreTrainedModel) -> bool:
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return True
     names = _head_names(model)
-    for file in weight_files(source):
-        with safe_open(file, framework="pt") as tensors:
-            if not names.isdisjoint(tensors.keys()):
-                return True
-    return False
+    return not names.isdisjoint(open_tensors(source))
 
 
 def keep_rotary_constant(model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
-from tandem.router import server
+from tandem.router import hosting, server
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.router.page_state import PageState
@@ -76,7 +76,22 @@ async def test_a_router_looks_for_the_model_where_it_runs(model_folder: str) -> 
     assert asked == ["smollm2"]
 
 
-async def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
+async def test_a_router_waits_for_the_port_of_the_process_before_it(model_folder: str) -> None:
+    """Ray takes five seconds to end a process that stands still, and says before that it has."""
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        host = RouterHost(encoded(model_folder, port), lambda name, report: name)
+        starting = asyncio.create_task(host.start())
+        _, said, _ = await host.progress_after(0, PATIENCE_S)
+    assert said == f"waiting for port {port}, which another process has"
+    info = msgspec.msgpack.decode(await starting, type=RouterInfo)
+    assert info.url == f"http://127.0.0.1:{port}"
+    await host.stop()
+
+
+async def test_a_taken_port_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PORT_S", 0.0)
+
     def find(name: str, report: Callable[[str, float], None]) -> str:
         pytest.fail("it was fetched")
 

@@ -126,7 +126,11 @@ def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> Non
     assert outcomes.pop(("d0", "received", "decode")) == 1
     assert {(node, role) for node, _, role in outcomes} == {("d0", "decode")}, "p0 has transferred nothing"
     assert set(outcomes.values()) == {0}
-    assert {"peer_lost", "lease_expired"} <= {outcome for _, outcome, _ in outcomes} <= set(Outcome)
+    assert (
+        {"peer_lost", "lease_expired", "incompatible", "refused"}
+        <= {outcome for _, outcome, _ in outcomes}
+        <= set(Outcome)
+    )
 
 
 def in_pool(router: RunningRouter, role: str) -> dict[str, float]:
@@ -231,8 +235,9 @@ def test_the_alerts_say_what_the_page_advises() -> None:
 def test_every_cause_has_its_advice() -> None:
     assert {name for name, _ in parts_of(QUICK)} < set(ADVICE)
     # Prometheus sees no increase in a series that begins at 1.
-    refused = b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0'
-    assert refused in RouterMetrics("m").render(), "what is rare is counted from nothing"
+    for reason in (b"queue_full", b"long_wait"):
+        refused = b'tandem_requests_refused_total{model_name="m",reason="%s"} 0.0' % reason
+        assert refused in RouterMetrics("m").render(), "what is rare is counted from nothing"
 
 
 def named(text: str) -> set[str]:

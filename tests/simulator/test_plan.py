@@ -228,7 +228,12 @@ def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixtu
     ("given", "words"),
     [
         ([*PRICES, "--attainment", "0"], "--attainment must be above 0"),
-        ([*PRICES, "--most-nodes", "0"], "--most-nodes must be at least 1"),
+        ([*PRICES, "--most-nodes", "0"], "--most-nodes must be from 1 to 10000"),
+        (
+            [*PRICES, "--set", "pools.decode.tensor_parallel=2"],
+            "ask for decode nodes of TP 2, and the costs are of nodes of TP 1",
+        ),
+        ([*PRICES, "--set", "pools.decode.context_parallel=2"], "context_parallel"),
         ([*PRICES, "--picture", "plan.png"], "--picture must end in .svg"),
         ([*PRICES, "--picture", "no-folder/plan.svg"], "no-folder/plan.svg cannot be written: name another file"),
         (["--cost", "decode=1"], "--cost must name what a prefill node costs"),

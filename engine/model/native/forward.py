@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import KVCacheGroup
@@ -21,6 +19,8 @@ from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.architecture import Architecture, describe, head_size, refusal, rope_parameters
 from tandem.engine.model.native.blocks import StoredBlocks
 from tandem.engine.model.runner import Batch, LayerHooks
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.tensor_files import open_tensors
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tandem.kernels.library import BlockRows, Weights
@@ -52,15 +52,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         self._dtype, self._blocks = dtype, StoredBlocks(folder)
-        self._files: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
-            for name in sorted(names or {"model.safetensors"}):
-                file: Any = safe_open(folder / name, framework="pt")
-                self._files.update((key, file) for key in file.keys())  # noqa: SIM118
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
+        self._files = open_tensors(ModelSource(folder, None, folder.resolve().name))
         self._left = set(self._files)
         # A model that was saved without its head has tensors without the prefix that stands for the model in a whole one.
         self._is_bare = EMBEDDING not in self._files and EMBEDDING.removeprefix(_BODY) in self._files

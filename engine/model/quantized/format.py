@@ -28,7 +28,7 @@ def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:
     from tandem.engine.model.checkpoint import translated_errors  # which looks for formats itself
 
     with translated_errors(source):
-        found = read_checkpoint(source.name, source.folder, config)
+        found = read_checkpoint(source, config)
     return QuantizedMatrices(source, found) if found is not None else None
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.tensor_files import open_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of one linear layer, by the part of their names after the layer's."""
@@ -79,7 +79,7 @@ class QuantizedCheckpoint(msgspec.Struct, frozen=True):
     layers: dict[str, dict[str, TensorFacts]]  # the tensors of each quantized layer, by name
 
 
-def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint | None:
+def read_checkpoint(source: ModelSource, config: Any) -> QuantizedCheckpoint | None:
     """Reads which layers are quantized, and how. Returns None for a checkpoint that is not quantized, or whose format transformers must
     handle. Raises a ConfigurationError for a format that neither computes correctly."""
     written = getattr(config, "quantization_config", None) or getattr(
@@ -90,8 +90,8 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint
     method = str(written["quant_method"])
     problem = _problem(method, written)
     if problem is not None:
-        raise ConfigurationError(f"{name} cannot be served: {problem}")
-    layers = _layers(folder)
+        raise ConfigurationError(f"{source.name} cannot be served: {problem}")
+    layers = _layers(source)
     known = QuantizedCheckpoint(
         method,
         int(written.get("bits") or written.get("w_bit") or 4),
@@ -103,7 +103,7 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint
         try:
             kind_of(tensors, method)
         except ValueError as error:
-            raise ConfigurationError(f"{name} cannot be served: {layer} is {error}") from None
+            raise ConfigurationError(f"{source.name} cannot be served: {layer} is {error}") from None
     return known
 
 
@@ -137,15 +137,13 @@ def _block(written: dict[str, Any]) -> tuple[int, int]:
     return int(size[0]), int(size[1])
 
 
-def _layers(folder: Path) -> dict[str, dict[str, TensorFacts]]:
+def _layers(source: ModelSource) -> dict[str, dict[str, TensorFacts]]:
     found: dict[str, dict[str, TensorFacts]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                layer, _, part = name.rpartition(".")
-                described = opened.get_slice(name)
-                dtype = _DTYPES.get(described.get_dtype(), torch.float32)
-                found.setdefault(layer, {})[part] = TensorFacts(dtype, tuple(described.get_shape()))
+    for name, file in open_tensors(source).items():
+        layer, _, part = name.rpartition(".")
+        described = file.get_slice(name)
+        dtype = _DTYPES.get(described.get_dtype(), torch.float32)
+        found.setdefault(layer, {})[part] = TensorFacts(dtype, tuple(described.get_shape()))
     return {layer: parts for layer, parts in found.items() if not parts.keys().isdisjoint(_MARKS)}
 
 

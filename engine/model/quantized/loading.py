@@ -120,7 +120,7 @@ def finish_loading(
     """Replaces each quantized matrix by a layer that computes with it, or with this rank's part of it."""
     kinds = (QuantizedLinear, QuantizedPart)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    files = CheckpointFiles(source.folder)
+    files = CheckpointFiles(source)
     kept = 0
     refused: set[str] = set()
     for name, module in found:

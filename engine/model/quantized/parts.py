@@ -6,25 +6,21 @@ Where a part begins or ends within a group, a block or a packed number, the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from tandem.engine.model.quantized.formats import Kind, QuantizedCheckpoint, TensorFacts, dense, kind_of
 from tandem.engine.model.shard import MatrixPart
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.tensor_files import open_tensors
 
 
 class CheckpointFiles:
     """Reads parts of a checkpoint's tensors. Files stay open, because a mixture has thousands of tensors in each."""
 
-    def __init__(self, folder: Path) -> None:
-        self._of: dict[str, Any] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            opened: Any = safe_open(file, framework="pt")
-            self._of |= dict.fromkeys(opened.keys(), opened)
+    def __init__(self, source: ModelSource) -> None:
+        self._of = open_tensors(source)
 
     def read(self, name: str, at: tuple[slice, ...], device: torch.device) -> torch.Tensor:
         found: torch.Tensor = self._of[name].get_slice(name)[at if at else ...]

@@ -23,7 +23,7 @@ class IntegerTensors:
     def __init__(self, source: ModelSource, checkpoint: QuantizedCheckpoint, config: Any) -> None:
         self._source, self._checkpoint, self._config = source, checkpoint, config
         self._ordinary = Checkpoint(source.folder)
-        self._files = CheckpointFiles(source.folder)
+        self._files = CheckpointFiles(source)
         self._taken: set[str] = set()
 
     def take(self, name: str) -> Weights | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
@@ -21,9 +20,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
-from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.compressed import gathering
-from tandem.engine.model.content import weight_files
 from tandem.engine.model.general import keep_rotary_constant
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.memory import allocate_cache
@@ -31,6 +28,7 @@ from tandem.engine.model.observed import ObservedLayers
 from tandem.engine.model.probe import probe_attention
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.speculation.eagle import EagleHead, Join
+from tandem.engine.model.tensor_files import open_tensors
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 
 _EMBEDDINGS = "model.embed_tokens.weight"
@@ -41,10 +39,8 @@ def tensors_of(source: ModelSource) -> Iterator[tuple[str, Any, str]]:
     """The names of the head's weights, each with the open file that it is in."""
     if source.gguf_file is not None:
         return
-    for file in weight_files(source):
-        with translated_errors(source), safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
-                yield name.removeprefix("model."), tensors, name
+    for name, file in open_tensors(source).items():
+        yield name.removeprefix("model."), file, name
 
 
 def is_head(source: ModelSource) -> bool:

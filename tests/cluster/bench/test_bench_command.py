@@ -206,6 +206,24 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_sent(
     assert server.requests == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--requests", "1000000000"],
+        ["--requests", "3", "--input", "1000000000000"],
+        ["--requests", "3", "--concurrency", "1000000000"],
+        ["--requests", "3", "--workload", "shared-prefix", "--prefix", "100000000000"],
+        ["--requests", "3", "--workload", "shared-prefix", "--prefixes", "100000000000"],
+        ["--requests", "3", "--workload", "multi-turn", "--turns", "100000000000"],
+        ["--requests", "3", "--workload", "multi-turn", "--turn-input", "100000000000"],
+    ],
+)
+def test_more_prompts_than_memory_holds_are_refused(given: list[str], server: FakeServer) -> None:
+    with pytest.raises(ConfigurationError, match="tokens: at most 1,073,741,824 are made"):
+        bench(server, *given)
+    assert server.requests == []
+
+
 @pytest.mark.parametrize("flag", ["--plot", "--timeline"])
 def test_a_picture_of_another_kind_is_refused_before_anything_is_sent(
     flag: str, server: FakeServer, tmp_path: Path

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 from argparse import Namespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.cluster.commands.overview import Overview
 from tandem.cluster.control import ClusterView, ControllerDecision, ForesightView, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import parse_role, parse_sizes
 from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.orders import DrainOrder
 from tandem.router.page_state import PageState
 from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import NodeState, Role
@@ -345,7 +347,7 @@ def test_the_memory_of_nodes_counts_the_weights_that_they_share_once() -> None:
 def test_a_command_that_changes_a_deployment_says_first_which(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = FakeController()
     monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
-    monkeypatch.setattr(operate, "own_address", lambda: "127.0.0.1:1")
+    monkeypatch.setattr(operate, "own_address", lambda: "10.0.0.9:6379")
     url = "https://127.0.0.1:9000" if recorded else ""
     monkeypatch.setattr(operate, "url_of", lambda address, name: url)
     import_ray()
@@ -357,3 +359,39 @@ def test_a_command_that_changes_a_deployment_says_first_which(recorded: bool, mo
     options = Namespace(nodes=["decode-0"], timeout=1.0)
     drain(CommandTarget(WhichCluster(), say=said.append), options)
     assert said == [f"chat at {url or 'http://10.0.0.1:8000'}:", "decode-0: everything was finished"]
+
+
+class EndedServer:
+    """A `tandem serve` of this machine that a command has joined, and that ends with its Ray when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import_ray()
+        from tandem.cluster.on_ray import remote_controller
+
+        self.controller = FakeController()
+        self.controller.end = self.controller.drain_node = self._end  # type: ignore[method-assign]
+        self._ray = socket.create_server(("127.0.0.1", 0))
+        address = f"127.0.0.1:{self._ray.getsockname()[1]}"
+        monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
+        monkeypatch.setattr(operate, "own_address", lambda: address)
+        monkeypatch.setattr(remote_controller, "chosen", lambda name: "chat")
+        for name in ("find_controller", "the_controller"):
+            monkeypatch.setattr(remote_controller, name, lambda name: self.controller)
+
+    async def _end(self, *_: object) -> Any:
+        self._ray.close()
+        await asyncio.Event().wait()
+
+
+def test_down_is_done_when_the_server_has_ended_with_its_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends as soon as its end is recorded. Ray would wait for a minute, and end this process with a line of its own."""
+    EndedServer(monkeypatch)
+    said: list[str] = []
+    assert operate.down(WhichCluster(), now=False, say=said.append)
+    assert said[-1] == "everything was finished; it is down"
+
+
+def test_a_command_whose_server_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    EndedServer(monkeypatch)
+    with pytest.raises(Unavailable, match=r"the server whose Ray was at 127\.0\.0\.1:\d+ has ended"):
+        CommandTarget(WhichCluster(), say=lambda line: None).ask(DrainOrder("decode-0", 5.0))

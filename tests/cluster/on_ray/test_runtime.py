@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.base.errors import Unavailable
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.cli import main
 from tandem.cluster.on_ray import runtime
 from tandem.cluster.on_ray.runtime import import_ray, is_held_by_ray, start_ray, stop_ray
@@ -76,6 +77,28 @@ def test_a_ray_that_listens_on_loopback_alone_is_told_from_a_head_that_is_named_
 def test_other_addresses_are_of_clusters() -> None:
     for address in ("auto", "10.0.0.1:6379", "head:6379", "", "127.0.0.1:x"):
         assert not runtime.listens_on_loopback_only(address)
+
+
+@pytest.mark.slow
+def test_a_head_that_ends_while_a_command_joins_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: imports Ray. It would ask for ten minutes, and hear no signal meanwhile."""
+    answers, ended = threading.Event(), list[int]()
+    monkeypatch.setattr(import_ray(), "init", lambda **_: answers.wait())
+    monkeypatch.setattr(runtime, "JOIN_S", 0.1)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+
+        def begin() -> None:
+            with head.accept()[0] as connection:
+                connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+
+        in_own_thread("head", begin)
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        assert main(["status", "--address", address]) == 1
+    assert is_held_by_ray()
+    assert ended == [1]
+    answers.set()
+    until(lambda: not is_held_by_ray())
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
-from tandem.cluster.picker import messages
+from tandem.cluster.picker import known_routers, messages
 from tandem.cluster.picker.choice import RouterChoice, is_kept
 from tandem.cluster.picker.known_routers import KnownRouters, RouterName
 from tests.certificates import Pair, make_pair
@@ -368,6 +368,57 @@ def test_each_address_of_a_name_is_a_router_and_one_silence_is_forgiven(monkeypa
             assert gone == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
     asyncio.run(run())
+
+
+def test_a_router_that_answers_piece_by_piece_for_ever_holds_up_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' readiness would stay as it was."""
+    monkeypatch.setattr(known_routers, "ANSWER_S", 0.5)
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+            while not ended.wait(0.05):
+                connection.sendall(b"x")
+
+    async def look(address: str) -> None:
+        async with httpx.AsyncClient(timeout=0.5, trust_env=False) as http, asyncio.timeout(WITHIN_S):
+            routers = KnownRouters([RouterName.parse(address)], http)
+            await routers.look()
+            assert routers.why_none.startswith(f"{address}: no answer within")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = threading.Thread(target=drip, args=(listener,))
+        dripping.start()
+        try:
+            asyncio.run(look(f"127.0.0.1:{listener.getsockname()[1]}"))
+        finally:
+            ended.set()
+            dripping.join()
+
+
+def test_a_name_that_cannot_be_one_is_a_router_that_is_not_there() -> None:
+    async def look() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            routers = KnownRouters([RouterName.parse(f"{'a' * 70}.example:8000")], http)
+            await routers.look()
+            assert (routers.has_looked, routers.ready) == (True, [])
+
+    asyncio.run(look())
+
+
+def test_a_picker_that_looks_no_longer_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would go on to send requests to routers that have gone."""
+
+    async def fail(_: KnownRouters) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(KnownRouters, "look", fail)
+    assert main(["picker", "--port", "0", "--routers", "127.0.0.1:9"]) == 1
+    assert "routers died: RuntimeError('a mistake of ours')" in capsys.readouterr().err
 
 
 def test_addresses_of_version_6() -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.static_hosts.config import (
@@ -67,6 +71,7 @@ def test_the_head_is_in_no_pool(config: dict[str, Any]) -> None:
         (("provider", "head_ip"), None, "provider: .*head_ip"),
         (("provider", "hed_ip"), "10.0.0.10", "provider: .*hed_ip"),
         (("auth", "ssh_user"), "", "auth.ssh_user must be set to the user"),
+        (("auth", "ssh_private_key"), "~/other", "auth.ssh_private_key ~/other is not there"),
         (("available_node_types", "head", "node_config"), {"hosts": ["10.0.0.10"]}, "the head's host is provider.head_ip"),
         (("available_node_types", "decode", "node_config"), {}, r"decode\.node_config: .*hosts"),
         (("available_node_types", "decode", "node_config"), {"host": ["10.0.0.21"]}, r"decode\.node_config: .*host"),
@@ -88,3 +93,19 @@ def test_what_cannot_become_a_cluster_is_refused_in_a_sentence(
     section[where[-1]] = value
     with pytest.raises(ConfigurationError, match=sentence):
         bootstrapped(config)
+
+
+@pytest.mark.slow
+def test_ray_up_says_a_mistake_in_a_sentence(tmp_path: Path) -> None:
+    """Slow: runs `ray up`, which shows a trace of Ray's calls for whatever a provider raises."""
+    config = yaml.safe_load(
+        (Path(__file__).parents[3] / "manifests" / "ray" / "static.yaml").read_text(encoding="utf-8")
+    )
+    config |= {"auth": {"ssh_user": ""}, "file_mounts": {}}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    words = [sys.executable, "-m", "ray.scripts.scripts", "up", "-y", str(file)]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 1
+    assert child.stderr.splitlines()[-1].startswith("tandem: auth.ssh_user must be set to the user")
+    assert "Traceback" not in child.stderr

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.base.own_thread import in_own_thread
 from tandem.cluster.static_hosts.record import ClusterRecord, LaunchRecord, with_hosts, with_node
-from tandem.cluster.static_hosts.shell import LocalShell
+from tandem.cluster.static_hosts.shell import LocalShell, ScriptFailed
 from tandem.cluster.static_hosts.store import LocalStore, RecordStore, RemoteStore, record_file
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path
+from tests.waiting import until
 
 
 class CountingShell(LocalShell):
@@ -81,6 +80,66 @@ def test_what_was_read_is_known_without_asking_again() -> None:
     assert set(there.last_read().nodes) == {"d1-1"}
     there.update(lambda record: with_node(record, added("d1-1")))  # changes nothing
     assert shell.calls == asked
+
+
+class BrokenLink(LocalShell):
+    """Passes on half of what it is given."""
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        return super().run(address, script, stdin=stdin[: len(stdin) // 2], timeout_s=timeout_s)
+
+
+def test_half_a_record_is_not_taken_for_one(home: Path) -> None:
+    here = LocalStore("tandem")
+    before = here.update(lambda record: with_node(record, added("first")))
+    there = RemoteStore("tandem", BrokenLink(), "head")
+    with pytest.raises(ScriptFailed, match="the record did not arrive whole"):
+        there.update(lambda record: with_node(record, added("second")))
+    assert here.read() == before
+    assert {file.name for file in (home / record_file("tandem")).parent.iterdir()} == {
+        "tandem.json",
+        "tandem.json.lock",
+    }
+
+
+class StalledLink(LocalShell):
+    """Runs the script, which gets nothing to read until `meanwhile` has returned."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile = meanwhile
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        if not stdin:
+            return super().run(address, script)
+        with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE) as running:
+            until(lambda: "cat" in children_of(running.pid))
+            self._meanwhile()
+            running.communicate(stdin)
+        if running.returncode:
+            raise ScriptFailed(address, "failed", running.returncode)
+        return b""
+
+
+def children_of(pid: int) -> set[str]:
+    names: set[str] = set()
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(FileNotFoundError):  # it has ended since
+            names.add(Path(f"/proc/{child}/comm").read_text().strip())
+    return names
+
+
+def test_a_link_that_stalls_holds_up_no_other_program() -> None:
+    """The autoscaler on the head would launch and end nothing until the link breaks."""
+    here, turns = LocalStore("tandem"), itertools.count()
+
+    def change() -> None:
+        name = f"here-{next(turns)}"
+        if name == "here-0":  # the second try meets no other change
+            in_own_thread(name, lambda: here.update(lambda record: with_node(record, added(name)))).result(20.0)
+
+    there = RemoteStore("tandem", StalledLink(change), "head")
+    there.update(lambda record: with_node(record, added("there")))
+    assert set(here.read().nodes) == {"here-0", "there"}
 
 
 def test_nothing_is_lost_when_everybody_writes_at_once() -> None:

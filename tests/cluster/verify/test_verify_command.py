@@ -39,6 +39,15 @@ def test_what_cannot_be_compared_ends_with_2_and_says_why(
     assert said in capsys.readouterr().err
 
 
+def test_a_full_disk_is_not_taken_for_other_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["verify", "--url", NOWHERE, "--url", NOWHERE, "-o", "json"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("body", "seed"), [({"prompt": "a"}, 7), ({"prompt": "a", "seed": None}, 7), ({"seed": 3}, 3)])
 def test_an_answer_is_made_again_with_the_seed_that_the_router_drew(
     body: dict[str, object], seed: int, tmp_path: Path

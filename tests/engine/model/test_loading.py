@@ -164,6 +164,24 @@ def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native
 
 
 @pytest.mark.parametrize("native", [True, False])
+def test_a_tensor_in_two_files_is_refused(llama: Path, native: bool) -> None:
+    """The last file would win in silence, whatever the index says."""
+    weights, name = load_file(llama / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    (llama / "model.safetensors").rename(llama / "model-1.safetensors")
+    save_file(
+        {name: weights[name] + 1, "model.norm.weight": weights["model.norm.weight"]}, llama / "model-2.safetensors"
+    )
+    files = dict.fromkeys(weights, "model-1.safetensors") | {"model.norm.weight": "model-2.safetensors"}
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert re.search(rf"{name} is in model-1\S+ and in model-2\S+ which of them", refusal(llama, native=native))
+    del weights[name]
+    save_file(weights, llama / "model-1.safetensors", {"format": "pt"})
+    assert re.search(r"model\.norm\.weight is in model-1\S+ and in model-2", refusal(llama, native=native))
+    (llama / "model-2.safetensors").unlink()
+    assert "model-2.safetensors" in refusal(llama, native=native)
+
+
+@pytest.mark.parametrize("native", [True, False])
 def test_weights_of_another_size_are_named_with_both(llama: Path, native: bool) -> None:
     edit(llama, "config.json", intermediate_size=40)
     message = refusal(llama, native=native)

@@ -142,7 +142,7 @@ class CountingFile:
 
 def checkpoint_of(path: Path) -> QuantizedCheckpoint:
     source = find_source(str(path))
-    found = read_checkpoint(source.name, source.folder, read_config(source))
+    found = read_checkpoint(source, read_config(source))
     assert found is not None
     return found
 
