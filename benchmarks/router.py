@@ -43,6 +43,7 @@ from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import Inbox, Outbox, admit, public_key
 
 IDLE_S = 3.0
+CONNECTIONS, EACH = 32, 40  # of requests for one token
 FLOOR_TTFT_MS = 3.0
 FLOOR_TOKEN_US = 100.0
 COLUMNS = {
@@ -89,7 +90,9 @@ def measure(tokens: int) -> dict[str, Any]:
         with running_router(nodes) as (url, cpu_s):
             asyncio.run(streams(url, 4, 8))  # warm-up: everything has been used once
             one = statistics.median(asyncio.run(streams(url, 1, 2))[0].first_s * 1000 for _ in range(100))
-            idle = idle_share(cpu_s)
+            before = cpu_s()
+            time.sleep(IDLE_S)
+            idle = (cpu_s() - before) / IDLE_S  # the share of a core that a router without requests takes
             figures |= {"bare_ttft_ms": bare, "ttft_ms": one, "added_ttft_ms": one - bare, "idle_ms_per_s": idle * 1000}
             for count in (1, 64, 512):
                 row = measure_streams(url, cpu_s, count, tokens, idle)
@@ -103,44 +106,27 @@ def measure(tokens: int) -> dict[str, Any]:
                 ("short new chats", PROMPT[:90], True, True),
             ):
                 before = cpu_s()
-                rate = asyncio.run(requests(url, 32, 40, prompt, 1, new=new, chats=chats))
-                spent = (cpu_s() - before) / (32 * 40)
+                rate = asyncio.run(requests(url, prompt, new=new, chats=chats))
+                spent = (cpu_s() - before) / (CONNECTIONS * EACH)
                 figures["requests"][name] = {"per_s": rate, "cpu_us_per_request": spent * 1e6}
     return figures
 
 
-async def requests(
-    url: str,
-    connections: int,
-    each: int,
-    prompt: str = PROMPT,
-    tokens: int = 1,
-    *,
-    new: bool = False,
-    chats: bool = False,
-) -> float:
-    """Returns how many whole answers per second come over this many connections. `new`: no two prompts are alike. `chats`: each is a user's
-    message."""
+async def requests(url: str, prompt: str, *, new: bool, chats: bool) -> float:
+    """Returns how many whole answers of one token come per second. `new`: no two prompts are alike. `chats`: each is a user's message."""
 
     async def one() -> None:
         connection = await HttpConnection.to(url)
-        for _ in range(each):
+        for _ in range(EACH):
             text = f"{secrets.token_hex(8)} {prompt}" if new else prompt
-            body: dict[str, Any] = {"model": MODEL, "max_tokens": tokens}
+            body: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
             body |= {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
             await answered(connection, "/v1/chat/completions" if chats else "/v1/completions", body)
         connection.abort()
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(connections)))
-    return connections * each / (time.perf_counter() - began)
-
-
-def idle_share(cpu_s: Probe) -> float:
-    """Returns the share of a core that a router without requests takes."""
-    before, began = cpu_s(), time.perf_counter()
-    time.sleep(IDLE_S)
-    return (cpu_s() - before) / (time.perf_counter() - began)
+    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
+    return CONNECTIONS * EACH / (time.perf_counter() - began)
 
 
 def measure_streams(url: str, cpu_s: Probe, count: int, tokens: int, idle: float) -> dict[str, Any]:

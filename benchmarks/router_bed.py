@@ -188,13 +188,10 @@ def make_tokenizer(folder: str, special: Sequence[str] = ()) -> None:
     Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def router_config(folder: str, **settings: Any) -> RouterConfig:
-    usual: dict[str, Any] = {"limits": Limits(inflight_per_node=4096), "local_prefill": LocalPrefill.NEVER}
-    return RouterConfig(tokenizer_path=folder, model_name=MODEL, port=0, **usual | settings)
-
-
 def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], settings: dict[str, Any]) -> None:
-    uvloop.run(_serve_router(pipe, router_config(folder, **settings), nodes))
+    usual: dict[str, Any] = {"limits": Limits(inflight_per_node=4096), "local_prefill": LocalPrefill.NEVER}
+    config = RouterConfig(tokenizer_path=folder, model_name=MODEL, port=0, **usual | settings)
+    uvloop.run(_serve_router(pipe, config, nodes))
 
 
 async def _serve_router(pipe: Connection, config: RouterConfig, nodes: list[NodeInfo]) -> None:
