@@ -178,7 +178,7 @@ def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.Monkey
     import flashinfer.mla
 
     monkeypatch.setattr(Bound, "made", flashinfer.mla.BatchMLAPagedAttentionWrapper, raising=False)
-    monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 10)
     library = SimpleNamespace(
         mla=SimpleNamespace(MLAPlanMetadata=flashinfer.mla.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Bound)
     )
