@@ -25,7 +25,7 @@ from tandem.engine.model.cuda.decode_inputs import DecodeInputs, as_rows
 from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.cuda.triton_ops import rotate_and_write
 from tandem.engine.model.runner import Batch, HostBatch
-from tandem.engine.model.staging import page_locked, to_device
+from tandem.engine.model.staging import DeviceMark, page_locked, to_device
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class PlannedAttention(Generic[KindT]):
         # Pages of recorded steps, by kind: all recordings share them, because each replay lists its own first. The largest recording comes
         # first; one that used a smaller buffer keeps that alive.
         self._pages: dict[int, torch.Tensor] = {}
-        self._plans_taken: torch.cuda.Event | None = None
+        self._plans_taken = DeviceMark(tensor.device)
 
     def _wrapper(self, kernels: str = _EVERYWHERE, **options: Any) -> Any:
         raise NotImplementedError
@@ -138,13 +138,10 @@ class PlannedAttention(Generic[KindT]):
     def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
         """Plans each kind's wrapper for a step, or several times as many for its parts. The library copies a plan to the device from one
         page-locked buffer per wrapper, which it overwrites for the next plan. So this waits until the last step's copies are done."""
-        if self._plans_taken is not None:
-            self._plans_taken.synchronize()
+        self._plans_taken.wait()
         for index, (wrapper, of_kind) in enumerate(zip(wrappers, pages, strict=True)):
             self._plan(wrapper, self.kinds[index % len(self.kinds)], of_kind)
-        if self.tensor.is_cuda:
-            self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
+        self._plans_taken = DeviceMark(self.tensor.device)
 
     def fixed(self, inputs: DecodeInputs) -> FixedSteps:
         wrappers = []
@@ -249,8 +246,6 @@ class FlashInferAttention(PlannedAttention[_Kind]):
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=kernels, **options)
 
     def begin(self, batch: Batch) -> _Step:
-        if batch.host is None:
-            raise InternalError("attention is planned on the host, and the batch has nothing there")
         parts = self._parts(as_rows(batch.host) if self._exact else batch.host)
         self.plan_all(
             [wrapper for part in parts for wrapper in part.wrappers],

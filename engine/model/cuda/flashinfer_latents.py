@@ -76,8 +76,6 @@ class FlashInferLatents(PlannedAttention[_Kind]):
         return self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend=kernels, **options)
 
     def begin(self, batch: Batch) -> PagedStep:
-        if batch.host is None:
-            raise InternalError("attention is planned on the host, and the batch has nothing there")
         groups = [self.kept.plan_group(batch, group, decodes=False) for group in range(len(self.plan.groups))]
         if count := batch.num_decodes:
             decodes = requests_of(batch.host, 0, count)
