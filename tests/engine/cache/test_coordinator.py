@@ -6,27 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.engine.cache.manager import (
-    HybridCoordinator,
-    NoCacheCoordinator,
-    UnitaryCoordinator,
-    hash_block_size,
-    make_coordinator,
-)
-from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.manager import hash_block_size
 from tests.engine.cache.tables import FULL, admit, check, manager, request, sliding
-
-
-def kind(*groups: KVCacheGroup, caching: bool = True) -> type:
-    return type(make_coordinator(groups, BlockPool(9, len(groups), caching=caching)))
-
-
-def test_there_is_one_coordinator_for_each_need():
-    assert kind(FULL, caching=False) is NoCacheCoordinator
-    assert kind(FULL, sliding(4), caching=False) is NoCacheCoordinator
-    assert kind(FULL) is UnitaryCoordinator
-    assert kind(sliding(4)) is UnitaryCoordinator
-    assert kind(FULL, sliding(4)) is HybridCoordinator
 
 
 def test_blocks_of_several_sizes_agree_on_lengths_that_all_can_have():
