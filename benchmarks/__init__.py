@@ -3,7 +3,7 @@
     suite            a short run of those below, one after another, with their floors: `make bench`
     disaggregation   Tandem and vLLM on one machine, each disaggregated and aggregated (side_by_side/)
     soak             half an hour of everything that clients do: `make soak`
-    scheduler, scheduler_parity    the scheduler's speed; whether it decides as vLLM's does
+    scheduler        the scheduler's speed
     engine           the engine alone, beside the machine's limit
     vllm_step        what Tandem adds to a step of vLLM
     native_kernels   where a step's time goes in the native library
@@ -16,7 +16,7 @@
     recompute        many long prompts at once in a running cluster: what is computed twice
     simulation       the simulator compared with real runs
     forecasts        what is foretold of a change of sizes, graded on a real cluster
-    foresight        the same, and quotes, in simulation
+    quotes           how many of a router's quotes are kept, in simulation
     routing          what a decision costs by the number of nodes, and what tracking their caches costs
     load_generator   whether `tandem bench` measures correctly
 

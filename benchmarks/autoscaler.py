@@ -3,7 +3,7 @@
     python -m benchmarks.autoscaler --traces FOLDER [--loads NAME ...] [--json FILE]
 
 Every fourth request of Azure's hour of code and of Mooncake's hour, and three made loads of 2,000 tokens in and 200 out: one that triples at once,
-one that quadruples for three minutes, and one that rises and falls in forty. Costs are four times those of `benchmarks/foresight.py`. Both pools
+one that quadruples for three minutes, and one that rises and falls in forty. Costs are four times those of `benchmarks/quotes.py`. Both pools
 begin with four nodes and may have 1 to 32; a node serves 30 s after its order. A request is in time with its first token within 10 s and 100 ms
 for each further one. A decision is reversed if its pool goes the other way within ten minutes.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.foresight import COSTS, with_large_blocks
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.tables import table_of
+from benchmarks.quotes import COSTS, with_large_blocks
 from tandem.cluster.config import PoolConfig, PoolsConfig, SloConfig, TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace

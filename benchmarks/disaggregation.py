@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 from rich.console import Console
 
 from benchmarks.lib.harness import parser_of, report, run
@@ -55,52 +56,44 @@ _A_REQUEST_S = 60.0
 _ANSWER = 16
 
 
-class Experiment:
-    def __init__(
-        self,
-        plan: LoadPlan,
-        vocabulary: Vocabulary,
-        slo: ServiceLevel,
-        outcome: ComparisonOutcome,
-        folder: Path,
-        console: Console,
-    ) -> None:
-        """Adds what it finds to `outcome`."""
-        self.outcome = outcome
-        self._plan = plan
-        self._vocabulary = vocabulary
-        self._slo = slo
-        self._folder = folder
-        self._console = console
+class Experiment(msgspec.Struct, frozen=True):
+    """Adds what it finds to `outcome`."""
+
+    plan: LoadPlan
+    vocabulary: Vocabulary
+    slo: ServiceLevel
+    outcome: ComparisonOutcome
+    folder: Path
+    console: Console
 
     def run(self, systems: Sequence[System], runs: int, seed: int) -> None:
         for number in range(runs):
-            questions = LoadQuestions.draw(self._plan, self._vocabulary, seed + number)
+            questions = LoadQuestions.draw(self.plan, self.vocabulary, seed + number)
             for system in systems:
                 try:
                     self._examine(system, number, questions)
                 except TandemError as error:
                     self.outcome.absences.append(Absence(system.key, number, str(error)))
-                    self._console.print(f"{system.title}: {error}", style="yellow", markup=False)
+                    self.console.print(f"{system.title}: {error}", style="yellow", markup=False)
 
     def _examine(self, system: System, number: int, questions: LoadQuestions) -> None:
-        title = f"run {number + 1}, {system.title}"
-        bystanders = warn_of_bystanders(self._console, title)
-        self._console.print(f"{title}: starting", highlight=False)
-        with running(system, self._folder / f"{system.key}-{number + 1}") as started:
-            self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
-            examiner = Examiner(system.url, started.model, self._plan, questions, self._console, title)
+        outcome, title = self.outcome, f"run {number + 1}, {system.title}"
+        bystanders = warn_of_bystanders(self.console, title)
+        self.console.print(f"{title}: starting", highlight=False)
+        with running(system, self.folder / f"{system.key}-{number + 1}") as started:
+            self.console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
+            examiner = Examiner(system.url, started.model, self.plan, questions, self.console, title)
             first_ttft_s, loads = examiner.examine()
             check_alive(started)
             if system.key == TANDEM_PD:
                 prompts = [session.turns[0].prompt for session in questions.handed_over]
                 took = measure_handovers(system.url, started.model, prompts)
-                self.outcome.handovers.append(Handovers(system.key, number, took))
+                outcome.handovers.append(Handovers(system.key, number, took))
             first_answer_s = started.ready_s + first_ttft_s
-            self.outcome.starts.append(Start(system.key, number, started.ready_s, first_answer_s, bystanders))
+            outcome.starts.append(Start(system.key, number, started.ready_s, first_answer_s, bystanders))
             for load in loads:
-                summary = summarize(load.label, load.timelines, load.duration_s, self._slo)
-                self.outcome.examined.append(ExaminedSystem(system.key, number, load.label, summary))
+                summary = summarize(load.label, load.timelines, load.duration_s, self.slo)
+                outcome.examined.append(ExaminedSystem(system.key, number, load.label, summary))
 
 
 def measure_handovers(url: str, model: str, prompts: Sequence[Prompt]) -> list[float]:

@@ -29,8 +29,7 @@ import msgspec
 
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.machine import busy_cores
-from benchmarks.lib.processes import Family
-from benchmarks.lib.servers import STOPPED_WITHIN_S, TREE, model_folder, tandem_system
+from benchmarks.lib.servers import STOPPED_WITHIN_S, TREE, model_folder, running, tandem_system
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
 from tandem.cluster.control import Expectation
@@ -117,16 +116,10 @@ def serving(model: Path, folder: Path, ends_at: float) -> Iterator[Cluster]:
     keys = json.dumps([{"name": "operator", "key": KEY, "operator": True}])
     sizes = ("--prefill", "1", "--decode", "1")
     system = tandem_system("tandem", "Tandem", model, *sizes, "--set", f"router.api_keys={keys}")
-    family = Family(system.command, system.environment, folder)
-    try:
+    with running(system, folder):
         cluster = Cluster(system.url, ends_at)
-        try:
-            cluster.until(is_as_wanted, "serving", START_S)
-        except Unavailable as error:
-            raise Unavailable(f"{error}\n{family.tail()}") from error
+        cluster.until(is_as_wanted, "serving", START_S)
         yield cluster
-    finally:
-        family.stop(STOPPED_WITHIN_S)
 
 
 @contextmanager

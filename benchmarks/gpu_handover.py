@@ -59,10 +59,13 @@ def missing() -> str | None:
 
 
 def drive(
-    engine: Engine, asks: list[Ask], wake: threading.Event, transfers: dict[str, KVTransferParams]
+    engine: Engine,
+    asks: list[Ask],
+    wake: threading.Event | None = None,
+    transfers: dict[str, KVTransferParams] | None = None,
 ) -> dict[str, Told]:
-    """Runs steps until all requests are answered and nothing is held for a peer."""
-    began, told = time.monotonic(), dict[str, Told]()
+    """Runs steps until all requests are answered and nothing is held for a peer. `wake` is set when a transfer has gone on."""
+    began, told, wake = time.monotonic(), dict[str, Told](), wake or threading.Event()
     waiting, left = sorted(asks, key=lambda ask: ask.after_s), {ask.name for ask in asks}
     while left or engine.scheduler.has_work():
         now = time.monotonic()
@@ -71,7 +74,7 @@ def drive(
         while waiting and now >= began + waiting[0].after_s:
             ask = waiting.pop(0)
             told[ask.name] = Told(now)
-            transfer = transfers.get(ask.name)
+            transfer = (transfers or {}).get(ask.name)
             engine.add_request(request_of(ask.name, ask.prompt, greedy(ask.tokens), transfer=transfer))
         wake.clear()
         result = engine.step()
@@ -145,10 +148,6 @@ def prompts(vocab: int, lengths: list[int], tokens: int, apart_s: float, begins_
         Ask(f"{begins_with}{index}", random_prompts(1, length, vocab, index)[0], tokens, index * apart_s)
         for index, length in enumerate(lengths)
     ]
-
-
-def one_engine(engine: Engine, asks: list[Ask]) -> dict[str, Told]:
-    return drive(engine, asks, threading.Event(), {})
 
 
 def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[str, float]:

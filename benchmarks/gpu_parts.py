@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from benchmarks import gpu_handover
-from benchmarks.gpu_handover import compare_pair, one_engine, prompts
+from benchmarks.gpu_handover import compare_pair, drive, prompts
 from benchmarks.gpu_models import DRY_SHAPES, PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_against_transformers, check_parity, check_same_bits
 from benchmarks.gpu_profile import sampling_times
@@ -191,7 +191,7 @@ def pair(setting: Setting, report: Report) -> None:
     path = setting.made("tiny" if setting.quick else "8b")
     lengths, tokens = ((32, 96), 8) if small else ((512, 2048, 4096), 32)
     many, long, apart = (4, 64, 0.01) if small else (16, 1024, 0.04)
-    config = json_of(path)
+    config = msgspec.json.decode((path / "config.json").read_bytes())
     vocab, heads = int(config["vocab_size"]), int(config["num_key_value_heads"])
     singles = prompts(vocab, list(lengths), tokens, 0.0, "single")
     loaded = prompts(vocab, [long] * many, 2 * tokens, apart, "loaded")
@@ -204,8 +204,8 @@ def pair(setting: Setting, report: Report) -> None:
     engine, _ = load_engine(plan.model, plan.cache, plan.scheduling, native=native)
     alone: dict[str, gpu_handover.Told] = {}
     for ask in singles:
-        alone |= one_engine(engine, [ask])
-    load = one_engine(engine, loaded)
+        alone |= drive(engine, [ask])
+    load = drive(engine, loaded)
     del engine, _
     if not setting.dry:
         torch.cuda.empty_cache()
@@ -213,11 +213,6 @@ def pair(setting: Setting, report: Report) -> None:
     same = compare_pair(plan, alone, load, singles, loaded, report)
     if same < len(singles):
         raise WrongAnswer(f"{len(singles) - same} of {len(singles)} answers are not those of one engine")
-
-
-def json_of(path: Path) -> dict[str, int]:
-    config: dict[str, int] = msgspec.json.decode((path / "config.json").read_bytes())
-    return config
 
 
 PARTS: dict[str, Part] = {

@@ -52,15 +52,9 @@ def sampling_times(
     return rows
 
 
-def decode_parts(
-    engine: Engine, vocab: int, device: torch.device, batches: tuple[int, ...], steps: int
-) -> list[dict[str, Any]]:
+def decode_parts(engine: Engine, batch: int, vocab: int, device: torch.device, steps: int) -> dict[str, Any]:
     """Runs decode steps under torch's profiler. Returns the time of all kernels compared with the time between steps, the number of kernels,
-    and how long the host was busy with a step."""
-    return [_parts_of(engine, batch, vocab, device, steps) for batch in batches]
-
-
-def _parts_of(engine: Engine, batch: int, vocab: int, device: torch.device, steps: int) -> dict[str, Any]:
+    and this thread's CPU time for a step, which does not include waiting for the device."""
     on_device = device.type == "cuda"
     kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
     with EngineBench(engine, vocab).decoding(batch, 64, 4 * steps + batch + 8):
@@ -73,7 +67,10 @@ def _parts_of(engine: Engine, batch: int, vocab: int, device: torch.device, step
         with torch.profiler.profile(activities=[kind]) as profiled:
             for _ in range(steps):
                 engine.step()
-        host = host_time(engine, steps)
+        began = time.thread_time()
+        for _ in range(steps):
+            engine.step()
+        host = (time.thread_time() - began) / steps
     events = profiled.key_averages()
     spent = sum(event.self_device_time_total if on_device else event.self_cpu_time_total for event in events)
     return {
@@ -83,11 +80,3 @@ def _parts_of(engine: Engine, batch: int, vocab: int, device: torch.device, step
         "kernels": sum(event.count for event in events) / steps,
         "host_ms": host * 1e3,
     }
-
-
-def host_time(engine: Engine, steps: int) -> float:
-    """Returns this thread's CPU seconds per step, which do not include waiting for the device."""
-    began = time.thread_time()
-    for _ in range(steps):
-        engine.step()
-    return (time.thread_time() - began) / steps

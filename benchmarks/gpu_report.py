@@ -19,7 +19,8 @@ class Report:
         self._file = file
 
     def row(self, what: str, **figures: Any) -> None:
-        print(said(self._part, what, figures), flush=True)
+        cells = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in figures.items()]
+        print(f"{self._part}: {what}: " + ", ".join(cells), flush=True)
         if self._file is None:
             return
         with self._file.open("a") as out:
@@ -30,11 +31,6 @@ class Report:
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def said(part: str, what: str, figures: dict[str, Any]) -> str:
-    cells = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in figures.items()]
-    return f"{part}: {what}: " + ", ".join(cells)
 
 
 def _number(value: Any) -> str:

@@ -153,14 +153,13 @@ class SpeedBench:
             max_model_len=longest + 640,
             step_target_ms=0,  # all requests of a batch must have begun before the first one ends
         )
-        stages = Stages()
+        began = time.perf_counter()
         # On a CPU this takes a GPU's code path as far as it goes.
         model = ModelConfig(path=str(path), dtype=dtype, device=str(device))
-        self._runner = load_runner(model, self._cache, self._config, stages.reached, native=device.type == "cuda")
-        stages.reached("", 0.0)
+        self._runner = load_runner(model, self._cache, self._config, native=device.type == "cuda")
         info = self._runner.info
         self._dtype = getattr(torch, info.dtype)
-        report.row("loading", **{f"{what}_s": seconds for what, seconds in stages.seconds.items()})
+        report.row("loading", seconds=time.perf_counter() - began)
         report.row("computed by", path=computed_by(self._runner), dtype=info.dtype, blocks=info.num_blocks)
         note("the card's limits")
         self._limits = measure_limits(self._dtype, device, torch.get_num_threads(), roughly=device.type == "cpu")
@@ -181,10 +180,9 @@ class SpeedBench:
             self._step(step)
         self._behind(*sizes.behind)
         self._beside(*sizes.beside)
-        rows = tuple(batch for batch, _ in decodes)
-        for row in decode_parts(
-            self._engine(prefix_caching=False), info.vocab_size, self._device, rows, sizes.decode_steps // 2
-        ):
+        engine = self._engine(prefix_caching=False)
+        for batch, _ in decodes:
+            row = decode_parts(engine, batch, info.vocab_size, self._device, sizes.decode_steps // 2)
             self._report.row(f"parts of {row.pop('what')}", **row)
         self._report.row("memory", **self._memory())
 
@@ -243,7 +241,8 @@ class SpeedBench:
         )
 
     def _memory(self) -> dict[str, Any]:
-        held = {"kv_bytes": self._runner.kv_cache.nbytes, "weight_bytes": weight_bytes(self._path)}
+        weights = sum(file.stat().st_size for file in self._path.glob("*.safetensors"))
+        held = {"kv_bytes": self._runner.kv_cache.nbytes, "weight_bytes": weights}
         if self._device.type == "cuda":
             held["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         return held
@@ -257,10 +256,6 @@ def expected_over_limit(what: str) -> float:
     return 1.4 if batch < 32 else 1.35 if batch <= 64 else 1.5
 
 
-def weight_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
 def computed_by(runner: TorchRunner) -> str:
     """Names the code path that was measured: a benchmark that fell back to another one must say so."""
     forward: Any = runner.forward
@@ -270,19 +265,3 @@ def computed_by(runner: TorchRunner) -> str:
     if replays is not None:
         parts.append(f"{len(forward.shapes)} recorded shapes")
     return ", ".join(parts)
-
-
-class Stages:
-    """How long each part of loading took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._what, self._since = "", time.perf_counter()
-
-    def reached(self, what: str, share: float) -> None:
-        now = time.perf_counter()
-        if self._what:
-            self.seconds[self._what] = self.seconds.get(self._what, 0.0) + now - self._since
-        if what and what != self._what:
-            note(what)
-        self._what, self._since = what, now

@@ -8,6 +8,7 @@ The server's every delay is known. Shows what the generator reports of each, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.lib.connections import InstantServer, serve
+from benchmarks.lib.connections import serve
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.processes import child
 from benchmarks.lib.servers import played
@@ -95,36 +96,37 @@ class _PacedRequest(msgspec.Struct):
     max_tokens: int
 
 
-class _PacedConnection(InstantServer):
-    def __init__(self) -> None:
-        self._answers: set[asyncio.Task[None]] = set()
+def _event(data: bytes) -> bytes:
+    return b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        for answer in self._answers:
-            answer.cancel()
 
-    def answer(self, path: bytes, body: bytes) -> None:
-        asked = msgspec.json.decode(body, type=_PacedRequest)
-        answer = asyncio.create_task(self._stream(asked.max_tokens))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers a connection's requests, one after another."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+            asked = msgspec.json.decode(await reader.readexactly(length), type=_PacedRequest)
+            await _stream(writer, asked.max_tokens)
+    writer.close()
 
-    async def _stream(self, tokens: int) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + FIRST_TOKEN_S
-        self.begin_stream()
-        for index in range(tokens):
-            await asyncio.sleep(due - loop.time())
-            self.event(_TOKEN)
-            due += LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S
-        self.event(msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}}))
-        self.end_stream()
+
+async def _stream(writer: asyncio.StreamWriter, tokens: int) -> None:
+    loop = asyncio.get_running_loop()
+    due = loop.time() + FIRST_TOKEN_S
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    for index in range(tokens):
+        await asyncio.sleep(due - loop.time())
+        writer.write(_event(_TOKEN))
+        due += LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S
+    usage = msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}})
+    writer.write(_event(usage) + _event(b"[DONE]") + b"0\r\n\r\n")
 
 
 def serve_paced(pipe: Connection) -> None:
     """A server that only keeps time: the tokens of every answer come at moments that are known beforehand. So what a load generator reports can
     be checked, and the time that the generator itself takes is not hidden by a model's."""
-    asyncio.run(serve(pipe, _PacedConnection))
+    asyncio.run(serve(pipe, lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), _answer)))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from benchmarks.lib.machine import measure_limits
 from benchmarks.lib.tables import table_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.native.architecture import Architecture, describe
 from tandem.engine.model.native.forward import Checkpoint, NativeLlamaForward, Take
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.model.weight_formats import weight_format
 from tandem.kernels.library import BlockRows, Weights, widen
@@ -139,19 +140,9 @@ def make_batch(a: Architecture, requests: int, queries: int, context: int, block
     slots = tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
     starts = np.arange(requests + 1, dtype=np.int32) * queries
     contexts = np.full(requests, context, np.int32)
-    return Batch(
-        token_ids=torch.from_numpy(rng.integers(0, a.vocab, requests * queries)),
-        positions=torch.from_numpy(positions),
-        query_start=torch.from_numpy(starts),
-        context_lens=torch.from_numpy(contexts),
-        slot_mapping=(torch.from_numpy(slots),),
-        block_tables=(torch.from_numpy(tables),),
-        logit_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1),
-        num_decodes=requests if queries == 1 else 0,
-        max_context_len=context,
-        host_query_start=starts,
-        host_context_lens=contexts,
-    )
+    host = HostBatch(positions, starts, contexts, (slots,), (tables,), starts[1:].astype(np.int64) - 1)
+    tensors, (tokens,) = tensors_of(host, torch.device("cpu"), rng.integers(0, a.vocab, requests * queries))
+    return Batch(token_ids=tokens, num_decodes=requests if queries == 1 else 0, host=host, **tensors)
 
 
 def row_of(step: KernelStep, a: Architecture, element_bytes: int, weight_bytes: float) -> dict[str, str]:

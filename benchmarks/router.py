@@ -1,7 +1,6 @@
 """The router alone, with engines that answer instantly: what it adds to the first token, and what it costs per token.
 
     python -m benchmarks.router [--quick] [--json FILE]
-    python -m benchmarks.router --processes 1,2,4    # only requests per second, by the number of router processes on one port
 
 Router, engines and clients are three processes. Costs are the router's own CPU time, so that other work on the machine does not change them; times
 are what a client sees. Both are also given without what the same messages cost without a router: over bare sockets, and through a relay that
@@ -12,15 +11,10 @@ idle router costs (pings, clocks) is measured first, and is not counted as the c
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import secrets
 import statistics
-import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.lib.connections import HttpConnection
@@ -33,23 +27,23 @@ from benchmarks.router_bed import (
     Engines,
     Probe,
     answered,
-    make_tokenizer,
+    asked,
     read_relay,
     running_engines,
     running_router,
     serve_relay,
-    serve_router,
     streams,
 )
 from tandem.base.percentile import percentile
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
-from tandem.wire.nodes import NodeInfo, RouterInfo
+from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import Submit, TokenBatch, ToRouter
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import Inbox, Outbox, admit, public_key
 
 IDLE_S = 3.0
+CONNECTIONS, EACH = 32, 40  # of requests for one token
 FLOOR_TTFT_MS = 3.0
 FLOOR_TOKEN_US = 100.0
 COLUMNS = {
@@ -67,14 +61,7 @@ COLUMNS = {
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
-    parser.add_argument(
-        "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
-    )
     options = parser.parse_args()
-    if options.processes:
-        each = 200 if options.quick else 1000
-        rows = [throughput(int(count), each) for count in options.processes.split(",")]
-        return report(options, rows, table_of("Router processes on one port", rows))
     figures = measure(tokens=32 if options.quick else 128)
     floors = [at_most("added to the first token", figures["added_ttft_ms"], FLOOR_TTFT_MS, "ms")]
     floors += [
@@ -103,7 +90,9 @@ def measure(tokens: int) -> dict[str, Any]:
         with running_router(nodes) as (url, cpu_s):
             asyncio.run(streams(url, 4, 8))  # warm-up: everything has been used once
             one = statistics.median(asyncio.run(streams(url, 1, 2))[0].first_s * 1000 for _ in range(100))
-            idle = idle_share(cpu_s)
+            before = cpu_s()
+            time.sleep(IDLE_S)
+            idle = (cpu_s() - before) / IDLE_S  # the share of a core that a router without requests takes
             figures |= {"bare_ttft_ms": bare, "ttft_ms": one, "added_ttft_ms": one - bare, "idle_ms_per_s": idle * 1000}
             for count in (1, 64, 512):
                 row = measure_streams(url, cpu_s, count, tokens, idle)
@@ -117,83 +106,27 @@ def measure(tokens: int) -> dict[str, Any]:
                 ("short new chats", PROMPT[:90], True, True),
             ):
                 before = cpu_s()
-                rate = asyncio.run(requests(url, 32, 40, prompt, 1, new=new, chats=chats))
-                spent = (cpu_s() - before) / (32 * 40)
+                rate = asyncio.run(requests(url, prompt, new=new, chats=chats))
+                spent = (cpu_s() - before) / (CONNECTIONS * EACH)
                 figures["requests"][name] = {"per_s": rate, "cpu_us_per_request": spent * 1e6}
     return figures
 
 
-async def requests(
-    url: str,
-    connections: int,
-    each: int,
-    prompt: str = PROMPT,
-    tokens: int = 1,
-    *,
-    new: bool = False,
-    chats: bool = False,
-) -> float:
-    """Returns how many whole answers per second come over this many connections. `new`: no two prompts are alike. `chats`: each is a user's
-    message."""
+async def requests(url: str, prompt: str, *, new: bool, chats: bool) -> float:
+    """Returns how many whole answers of one token come per second. `new`: no two prompts are alike. `chats`: each is a user's message."""
 
     async def one() -> None:
         connection = await HttpConnection.to(url)
-        for _ in range(each):
+        for _ in range(EACH):
             text = f"{secrets.token_hex(8)} {prompt}" if new else prompt
-            body: dict[str, Any] = {"model": MODEL, "max_tokens": tokens}
+            body: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
             body |= {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
             await answered(connection, "/v1/chat/completions" if chats else "/v1/completions", body)
         connection.abort()
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(connections)))
-    return connections * each / (time.perf_counter() - began)
-
-
-def throughput(processes: int, each: int) -> dict[str, float]:
-    """Returns requests for one token per second, from as many client processes as router processes. To grow with `processes` it needs three
-    cores for each of them."""
-    with running_engines(step_s=0.02) as nodes, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        make_tokenizer(folder)
-        door, url, pipes = "", "", []
-        for _ in range(processes):
-            pipe = stack.enter_context(child(serve_router, folder, list(nodes), door))
-            info: RouterInfo = pipe.recv()
-            nodes.admit(key_of(info.inbox_endpoint))
-            door, url = info.door, info.url
-            pipes.append(pipe)
-        for pipe in pipes:
-            while not _asked(pipe, "accepts"):
-                time.sleep(0.01)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=context) as clients:
-            # Warm-up: everything has been used once
-            list(clients.map(_client, [url] * processes, [20] * processes))
-            before = [_asked(pipe, "cpu") for pipe in pipes]
-            rates = list(clients.map(_client, [url] * processes, [each] * processes))
-        cpu_s = [_asked(pipe, "cpu") - earlier for pipe, earlier in zip(pipes, before, strict=True)]
-    return {
-        "processes": processes,
-        "requests_per_s": sum(rates),
-        "cpu_us_per_request": sum(cpu_s) / (16 * each * processes) * 1e6,
-        "busiest_share_of_cpu": max(cpu_s) / sum(cpu_s),
-    }
-
-
-def _client(url: str, each: int) -> float:
-    return asyncio.run(requests(url, 16, each))
-
-
-def _asked(pipe: Connection, what: str) -> float:
-    pipe.send(what)
-    return float(pipe.recv())
-
-
-def idle_share(cpu_s: Probe) -> float:
-    """Returns the share of a core that a router without requests takes."""
-    before, began = cpu_s(), time.perf_counter()
-    time.sleep(IDLE_S)
-    return (cpu_s() - before) / (time.perf_counter() - began)
+    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
+    return CONNECTIONS * EACH / (time.perf_counter() - began)
 
 
 def measure_streams(url: str, cpu_s: Probe, count: int, tokens: int, idle: float) -> dict[str, Any]:
@@ -221,9 +154,9 @@ def relay_us_per_token(nodes: Engines, count: int, tokens: int) -> float:
         nodes.admit(key)
         costs = []
         for _ in range(2):  # the first one is a warm-up
-            before = _asked(pipe, "cpu")
+            before = asked(pipe, "cpu")
             asyncio.run(read_relay(port, count))
-            costs.append(_asked(pipe, "cpu") - before)
+            costs.append(asked(pipe, "cpu") - before)
     return costs[-1] / (count * tokens) * 1e6
 
 

@@ -33,7 +33,7 @@ from tandem.router.hosting import RouterHost
 from tandem.router.links import NodeLinks
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import NumberedChannel
-from tandem.wire.nodes import NodeInfo, NodeState, Role, RouterInfo, RouterQueue, new_epoch
+from tandem.wire.nodes import NodeInfo, NodeState, Role, RouterInfo, new_epoch
 from tandem.wire.requests import (
     Cancel,
     NodeCounters,
@@ -54,7 +54,6 @@ MOST_LOGPROBS = 20
 PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 START_S = 10.0
 ANSWER_S = 60.0
-BEAT_S = 0.002
 APART_S = 0.002  # between the beginnings of two streams
 Probe = Callable[..., float]
 _RELAYED = b"data: " + b"x" * 150 + b"\n\n"
@@ -177,37 +176,6 @@ def running_engines(step_s: float) -> Iterator[Engines]:
         yield Engines(pipe)
 
 
-class LoopBeat:
-    """How long an event loop is held: the time between two of its beats, which come every 2 ms.
-
-    Between two beats the loop did not come round, because something ran on it or another thread had the interpreter. Other work on
-    the machine delays it, too, and does not count: the time that the loop's thread was ready and waited for a core is taken off, and
-    no interval counts for more than the process's CPU time in it.
-    """
-
-    def __init__(self) -> None:
-        self._waits = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._loop = asyncio.get_running_loop()
-        self._last = self._clocks()
-        self._longest = 0.0
-        self._loop.call_later(BEAT_S, self._beat)
-
-    def _clocks(self) -> tuple[float, float]:
-        waited_s = int(self._waits.read_text().split()[1]) / 1e9
-        return time.perf_counter() - waited_s, time.process_time()
-
-    def _beat(self) -> None:
-        now = self._clocks()
-        self._longest = max(self._longest, min(now[0] - self._last[0], now[1] - self._last[1]) - BEAT_S)
-        self._last = now
-        self._loop.call_later(BEAT_S, self._beat)
-
-    def take(self) -> float:
-        """Returns the longest time since the last call, in seconds."""
-        longest, self._longest = self._longest, 0.0
-        return longest
-
-
 def make_tokenizer(folder: str, special: Sequence[str] = ()) -> None:
     """Writes a tokenizer of bytes only. Encoding with it costs about what any byte-level model's tokenizer costs, within a factor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -220,38 +188,23 @@ def make_tokenizer(folder: str, special: Sequence[str] = ()) -> None:
     Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def router_config(folder: str, **settings: Any) -> RouterConfig:
+def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], settings: dict[str, Any]) -> None:
     usual: dict[str, Any] = {"limits": Limits(inflight_per_node=4096), "local_prefill": LocalPrefill.NEVER}
-    return RouterConfig(tokenizer_path=folder, model_name=MODEL, port=0, **usual | settings)
+    config = RouterConfig(tokenizer_path=folder, model_name=MODEL, port=0, **usual | settings)
+    uvloop.run(_serve_router(pipe, config, nodes))
 
 
-def serve_router(
-    pipe: Connection, folder: str, nodes: list[NodeInfo], door: str = "", settings: dict[str, Any] | None = None
-) -> None:
-    uvloop.run(_serve_router(pipe, router_config(folder, **settings or {}), nodes, door))
-
-
-async def _serve_router(pipe: Connection, config: RouterConfig, nodes: list[NodeInfo], door: str) -> None:
-    host, members = RouterHost(msgspec.msgpack.encode(config)), msgspec.msgpack.encode(nodes)
-    info = msgspec.msgpack.decode(await host.start(door), type=RouterInfo)
-    await host.set_members(members)
+async def _serve_router(pipe: Connection, config: RouterConfig, nodes: list[NodeInfo]) -> None:
+    host = RouterHost(msgspec.msgpack.encode(config))
+    info = msgspec.msgpack.decode(await host.start(""), type=RouterInfo)
+    await host.set_members(msgspec.msgpack.encode(nodes))
     pipe.send(info)
-    beat: LoopBeat | None = None  # from the first question on, because beating is work
     while True:
         try:
-            match await asyncio.to_thread(pipe.recv):
-                case "accepts":
-                    queue = msgspec.msgpack.decode(await host.set_members(members), type=RouterQueue)
-                    pipe.send(queue.accepts)
-                case "hold":
-                    beat = beat or LoopBeat()
-                    pipe.send(beat.take())
-                case "memory":
-                    pipe.send(resident_bytes())
-                case _:
-                    pipe.send(time.process_time())
+            what = await asyncio.to_thread(pipe.recv)
         except EOFError:
             break
+        pipe.send(resident_bytes() if what == "memory" else time.process_time())
     await host.stop()
 
 
@@ -259,26 +212,25 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def asked(pipe: Connection, what: str) -> float:
+    pipe.send(what)
+    return float(pipe.recv())
+
+
 @contextmanager
 def running_router(
     nodes: Engines, settings: dict[str, Any] | None = None, special: Sequence[str] = ()
 ) -> Iterator[tuple[str, Probe]]:
-    """Yields the router's URL, and what measures it: its CPU time in seconds, its memory in bytes, or ("hold") the longest time for which its
-    event loop was held since this was asked last. `settings`: the router's, besides those of all benchmarks. `special`: the tokenizer's
-    special tokens."""
+    """Yields the router's URL, and what measures it: its CPU time in seconds, or its memory in bytes. `settings`: the router's, besides
+    those of all benchmarks. `special`: the tokenizer's special tokens."""
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(folder, special)
-        with child(serve_router, folder, list(nodes), "", settings) as pipe:
+        with child(serve_router, folder, list(nodes), settings or {}) as pipe:
             info: RouterInfo = pipe.recv()
             nodes.router_inbox = info.inbox_endpoint
             nodes.admit(key_of(info.inbox_endpoint))
             until_ready(info.url)
-
-            def probe(what: str = "cpu") -> float:
-                pipe.send(what)
-                return float(pipe.recv())
-
-            yield info.url, probe
+            yield info.url, lambda what="cpu": asked(pipe, what)
 
 
 def until_ready(url: str) -> None:

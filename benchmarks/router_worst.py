@@ -4,8 +4,7 @@
 
 One key or a stranger does the worst that limits allow (`router_attacks`), for so many seconds each, beside another key's 32
 streams of 20 ms per token and its small requests. The limits: the gap at the 99th percentile is at most 50 ms above a quiet run's, every
-small request of the other key is answered, and the router takes no more memory than its limits say together. Beside them stands the longest
-time for which the router's event loop was held, which other work on the machine changes little.
+small request of the other key is answered, and the router takes no more memory than its limits say together.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ ATTACK_COLUMNS = {
     "ms above": "{above_quiet_ms:+.0f}",
     "times": "{times_quiet:.2f}",
     "longest": "{gap_ms_max:.0f}",
-    "loop held": "{longest_hold_ms:.0f}",
     "memory MiB": "{memory_mib:+.0f}",
     "held": "{verdict}",
 }
@@ -121,7 +119,7 @@ def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
             doors = [nodes[1].request_endpoint, nodes.router_inbox]
             quiet, *_ = asyncio.run(attacked_by(url, doors, "", seconds / 2, probe))
             before = probe("memory")
-            found, statuses, peak, hold = asyncio.run(attacked_by(url, doors, name, seconds, probe))
+            found, statuses, peak = asyncio.run(attacked_by(url, doors, name, seconds, probe))
         quiet_ms, gaps = gaps_of(quiet)["gap_ms_p99"], gaps_of(found)
         above, memory_mib = gaps["gap_ms_p99"] - quiet_ms, (peak - before) / 2**20
         answered = statuses.count(200)
@@ -133,7 +131,6 @@ def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
                 **gaps,
                 "above_quiet_ms": above,
                 "times_quiet": gaps["gap_ms_p99"] / quiet_ms,
-                "longest_hold_ms": hold * 1000,
                 "asked": len(statuses),
                 "answered": answered,
                 "memory_mib": memory_mib,
@@ -146,20 +143,17 @@ def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
 
 async def attacked_by(
     url: str, doors: list[str], name: str, seconds: float, probe: Probe
-) -> tuple[list[float], list[int], float, float]:
-    """Returns the other key's gaps, the statuses of its small requests (0: none came), the most memory, and the longest time for
-    which the router's event loop was held."""
+) -> tuple[list[float], list[int], float]:
+    """Returns the other key's gaps, the statuses of its small requests (0: none came), and the most memory."""
     statuses: list[int] = []
     peak = 0.0
     async with beside_streams(url, OTHER) as (found, broken):
-        await asyncio.to_thread(probe, "hold")
         with child(attack_process, url, doors, name, seconds) as pipe:
             while not pipe.poll():
                 statuses.append(await ask_once(url))
                 peak = max(peak, await asyncio.to_thread(probe, "memory"))
                 await asyncio.sleep(0.1)
-        hold = await asyncio.to_thread(probe, "hold")
-    return found, statuses + broken, peak, hold
+    return found, statuses + broken, peak
 
 
 async def ask_once(url: str) -> int:

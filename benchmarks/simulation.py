@@ -1,8 +1,8 @@
 """Whether the simulator predicts real runs.
 
-    python -m benchmarks.simulation validate --url URL [--costs FILE] [--loads N] [--lengths F] [--json FILE]
+    python -m benchmarks.simulation --url URL [--costs FILE] [--loads N] [--lengths F] [--json FILE]
 
-`validate` sends ten loads to a running cluster (one node of each role, or one aggregated node) with `tandem bench`, measures its costs as
+Sends ten loads to a running cluster (one node of each role, or one aggregated node) with `tandem bench`, measures its costs as
 `tandem profile` does, sends the loads once more from the last to the first, and simulates the same arrivals and lengths on as many nodes.
 It compares the medians of the time to first token and of the time per token: the simulator's error next to the difference of the two
 real runs. A machine that is shared becomes faster and slower within minutes; in this order each load's two runs lie as long before the
@@ -153,7 +153,6 @@ def shown(rows: list[dict[str, Any]]) -> tuple[Table, list[Floor]]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("validate",))
     parser.add_argument("--costs", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="smollm2", help="that the cluster serves (%(default)s)")

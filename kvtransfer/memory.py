@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,17 @@ def flat_bytes(cache: torch.Tensor) -> torch.Tensor:
     import torch  # the caller has loaded it to make the tensor
 
     return cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
+
+
+def fence_after(tensor: torch.Tensor) -> Any:
+    """An event after everything that the device has been given so far; None for a tensor in host memory."""
+    if not tensor.is_cuda:
+        return None
+    import torch  # the caller has loaded it to make the tensor
+
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
 
 
 def longest_word(num_bytes: int) -> torch.dtype:

@@ -60,7 +60,7 @@ WINGS: dict[str, Wing] = {
     "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(
         ("simulator/",),
-        ("tests/simulator/", "tests/benchmarks/test_autoscaler.py", "tests/benchmarks/test_foresight.py"),
+        ("tests/simulator/", "tests/benchmarks/test_autoscaler.py"),
         ("autoscaling", "trace and why", "replay", "bench"),
     ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
@@ -249,7 +249,6 @@ WINGS: dict[str, Wing] = {
         (
             "tests/cluster/pools/foresight/",
             "tests/benchmarks/test_autoscaler.py",
-            "tests/benchmarks/test_foresight.py",
             "tests/integration/test_graded_forecast.py",
         ),
     ),

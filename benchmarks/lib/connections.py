@@ -109,47 +109,6 @@ async def connected(url: str, *, receive_buffer: int | None = None) -> AsyncIter
         connection.abort()
 
 
-class InstantServer(asyncio.Protocol):
-    """The part of an OpenAI server that a client or a router uses, for one connection. What answers is added to it."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-        self._received = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        while b"\r\n\r\n" in self._received:
-            head, _, rest = self._received.partition(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-            if len(rest) < length:
-                return
-            body, self._received = rest[:length], rest[length:]
-            words = head.split(b" ", 2)
-            if len(words) < 3 or words[1] == b"*":  # a peer asks whether this speaks HTTP/2
-                self._transport.close()
-                return
-            self.answer(words[1], body)
-
-    def answer(self, path: bytes, body: bytes) -> None:
-        raise NotImplementedError
-
-    def whole(self, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
-
-    def begin_stream(self) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        self._transport.write(head)
-
-    def event(self, data: bytes) -> None:
-        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
-
-    def end_stream(self) -> None:
-        self.event(b"[DONE]")
-        self._transport.write(b"0\r\n\r\n")
-
-
 async def serve(
     pipe: Connection, protocol: Callable[[], asyncio.Protocol], *told: object, asked: Callable[[], object] | None = None
 ) -> None:

@@ -50,9 +50,16 @@ class System:
 @dataclass(frozen=True, slots=True)
 class RunningSystem:
     system: System
-    model: str  # the name under which it serves the model
     ready_s: float  # from the command to the first healthy answer
     family: Family
+
+    @property
+    def model(self) -> str:
+        """The name under which it serves the model."""
+        try:
+            return str(msgspec.json.decode(text_of(self.system.url, "/v1/models"))["data"][0]["id"])
+        except (msgspec.MsgspecError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.system.title} does not say what it serves: {error}") from error
 
 
 TANDEM_PD = "tandem-1p1d"
@@ -158,7 +165,7 @@ def running(system: System, folder: Path) -> Iterator[RunningSystem]:
     try:
         _wait_until_healthy(system, family, began + READY_WITHIN_S)
         ready_s = time.monotonic() - began
-        yield RunningSystem(system, _served_name(system), ready_s, family)
+        yield RunningSystem(system, ready_s, family)
     finally:
         family.stop(STOPPED_WITHIN_S)
 
@@ -198,13 +205,6 @@ def text_of(url: str, path: str) -> str:
         return httpx.get(f"{url}{path}", timeout=30.0, trust_env=False).raise_for_status().text
     except httpx.HTTPError as error:
         raise Unavailable(f"{url}{path} is not shown: {error}") from error
-
-
-def _served_name(system: System) -> str:
-    try:
-        return str(msgspec.json.decode(text_of(system.url, "/v1/models"))["data"][0]["id"])
-    except (msgspec.MsgspecError, LookupError, TypeError) as error:
-        raise Unavailable(f"{system.title} does not say what it serves: {error}") from error
 
 
 async def played(

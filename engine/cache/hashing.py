@@ -43,7 +43,6 @@ class Media(Protocol):
     @property
     def identifier(self) -> str:
         """A hash of the content."""
-        ...
 
     @property
     def offset(self) -> int: ...
@@ -63,7 +62,6 @@ class HashedContent(Protocol):
     @property
     def media(self) -> Sequence[Media]:
         """In the prompt's order, without overlaps."""
-        ...
 
 
 def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, ...]:

@@ -1,12 +1,10 @@
 """The KV cache as the scheduler sees it (`KVCacheManager`): find a prefix, allocate slots for tokens, free them.
 
-A coordinator keeps a request's block tables in all groups in step with each other. The kinds of coordinator differ in how they
-find a prefix: not at all without prefix caching, by asking the only group, or by agreement of several groups.
+A coordinator keeps a request's block tables in all groups in step with each other, and finds a prefix on which they agree.
 """
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -43,17 +41,32 @@ def hash_block_size(groups: Sequence[KVCacheGroup]) -> int:
     return math.gcd(*(group.block_size for group in groups))
 
 
-class Coordinator(abc.ABC):
+class Coordinator:
     """Calls the manager of every group, and finds a prefix that all groups have cached."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         size = hash_block_size(groups)
         self.managers = [_manager_of(group)(i, group, pool, size) for i, group in enumerate(groups)]
+        self._caching = pool.caching
+        self._alignment = math.lcm(*(group.block_size for group in groups))
+        # Full attention goes first: its look-up is cheap, and its hit bounds all the others.
+        self._order = sorted(self.managers, key=lambda manager: not isinstance(manager, FullAttentionManager))
 
-    @abc.abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
-        """Returns the blocks, per group, of the longest prefix of at most `max_tokens` that every group has cached, and its
-        length."""
+        """Returns the blocks, per group, of the longest prefix of at most `max_tokens` that every group has cached, and its length.
+        Each group may shorten the hit that the group before it found, round after round, until a round keeps the length. Every
+        shorter length is a multiple of all block sizes, so the loop ends."""
+        hits: Tables = [[] for _ in self.managers]
+        length = max_tokens
+        while True:
+            candidate = length
+            for manager in self._order:
+                found = manager.find_longest_hit(block_hashes, candidate, self._alignment)
+                hits[manager.index] = found
+                candidate = len(found) * manager.block_size
+            if candidate == length or len(self._order) == 1:
+                return hits, candidate
+            length = candidate
 
     def num_blocks_needed(self, num_slots: int, hits: Tables, num_computed_tokens: int) -> int:
         return sum(
@@ -75,6 +88,8 @@ class Coordinator(abc.ABC):
         return [manager.grow(request_id, num_slots) for manager in self.managers]
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        if not self._caching:
+            return
         for manager in self.managers:
             manager.cache_full_blocks(request, num_tokens)
 
@@ -110,59 +125,6 @@ class Coordinator(abc.ABC):
             manager.free(request_id)
 
 
-class NoCacheCoordinator(Coordinator):
-    """Without prefix caching: there are no hits, and no block is cached."""
-
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
-        return [[] for _ in self.managers], 0
-
-    def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Does nothing."""
-
-
-class UnitaryCoordinator(Coordinator):
-    """One group, whose hit is the result."""
-
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
-        super().__init__(groups, pool)
-        (self._manager,) = self.managers
-
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
-        size = self._manager.block_size
-        hits = self._manager.find_longest_hit(block_hashes, max_tokens, size)
-        return [hits], len(hits) * size
-
-
-class HybridCoordinator(Coordinator):
-    """Several groups: each may shorten the hit that the group before it found, round after round, until a round keeps the length.
-    Every shorter length is a multiple of all block sizes, so the loop ends."""
-
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
-        super().__init__(groups, pool)
-        self._alignment = math.lcm(*(group.block_size for group in groups))
-        # Full attention goes first: its look-up is cheap, and its hit bounds all the others.
-        self._order = sorted(self.managers, key=lambda manager: not isinstance(manager, FullAttentionManager))
-
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
-        hits: Tables = [[] for _ in self.managers]
-        length = max_tokens
-        while True:
-            candidate = length
-            for manager in self._order:
-                found = manager.find_longest_hit(block_hashes, candidate, self._alignment)
-                hits[manager.index] = found
-                candidate = len(found) * manager.block_size
-            if candidate == length:
-                return hits, length
-            length = candidate
-
-
-def make_coordinator(groups: Sequence[KVCacheGroup], pool: BlockPool) -> Coordinator:
-    if not pool.caching:
-        return NoCacheCoordinator(groups, pool)
-    return (UnitaryCoordinator if len(groups) == 1 else HybridCoordinator)(groups, pool)
-
-
 class KVCacheManager:
     """Allocates blocks for requests. A request's tokens, as `allocate_slots` and `extend_slots` see them:
 
@@ -190,7 +152,7 @@ class KVCacheManager:
         """`gives_up_last_block` shortens every prefix hit by a block, for requests that may get more than one token: drafts from
         hidden states need those of the token before the first new one, so it must be computed."""
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
-        self.coordinator = make_coordinator(groups, self.pool)
+        self.coordinator = Coordinator(groups, self.pool)
         self.hash_block_size = hash_block_size(groups)
         self._num_lookahead = num_lookahead_tokens
         self._gives_up_last_block = gives_up_last_block

@@ -49,7 +49,6 @@ class StateCheckpoints(Protocol):
 
     def cap(self, request: Request, num_computed: int, num_new: int) -> int:
         """Limits `num_new` so that the next step ends at the request's next place."""
-        ...
 
     def keep(
         self, requests: dict[str, Request], num_scheduled: dict[str, int], connector: SchedulerConnector | None = None

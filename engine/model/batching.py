@@ -329,28 +329,17 @@ def build_batch(
 
     logit_rows = np.flatnonzero(wanted)
     host = HostBatch(positions, query_start, contexts.astype(np.int32), slots, tables, logit_rows)
-    groups = len(slots)
     places, sources = _places_of_unread(requests, unread, row_of_token, positions)
-    *tensors, to, source = to_device_together(
-        [token_ids, positions, query_start, host.context_lens, logit_rows, *slots, *tables, places, sources], device
-    )
+    tensors, (tokens, to, source) = tensors_of(host, device, token_ids, places, sources)
     if unread is not None and places.size:
         # A token below 0 ends its request when the host reads it. Until then the request goes on with token 0.
-        tensors[0][to] = unread.tokens[source].clamp_(min=0)
+        tokens[to] = unread.tokens[source].clamp_(min=0)
     batch = Batch(
-        token_ids=tensors[0],
-        positions=tensors[1],
-        query_start=tensors[2],
-        context_lens=tensors[3],
-        logit_rows=tensors[4],
-        slot_mapping=tuple(tensors[5 : 5 + groups]),
-        block_tables=tuple(tensors[5 + groups :]),
+        token_ids=tokens,
         num_decodes=int((lengths == 1).sum()),
-        max_context_len=int(contexts.max()),
-        host_query_start=query_start,
-        host_context_lens=host.context_lens,
-        host_num_drafts=num_drafts if num_drafts.any() else None,
         host=host,
+        host_num_drafts=num_drafts if num_drafts.any() else None,
+        **tensors,
     )
     scheduled = ScheduledTokens(
         req_ids=[req_ids[i] for i in order],
@@ -362,6 +351,35 @@ def build_batch(
         logit_rows=logit_rows,
     )
     return batch, scheduled
+
+
+def tensors_of(
+    host: HostBatch, device: torch.device, *more: npt.NDArray[Any]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Copies a batch's arrays to the device, and others with them. Returns the first by their names in `Batch`."""
+    count, slots = len(more), len(host.slot_mapping)
+    tensors = to_device_together(
+        [
+            *more,
+            host.positions,
+            host.query_start,
+            host.context_lens,
+            host.logit_rows,
+            *host.slot_mapping,
+            *host.block_tables,
+        ],
+        device,
+    )
+    positions, query_start, context_lens, logit_rows, *of_groups = tensors[count:]
+    named = {
+        "positions": positions,
+        "query_start": query_start,
+        "context_lens": context_lens,
+        "logit_rows": logit_rows,
+        "slot_mapping": tuple(of_groups[:slots]),
+        "block_tables": tuple(of_groups[slots:]),
+    }
+    return named, tensors[:count]
 
 
 def _slots_and_tables(

@@ -198,15 +198,15 @@ def memory_of(runner: ModelRunner) -> KVCacheMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The arrays of a batch in host memory, as `Batch` explains them. The token ids are not among them: the newest ones may
-    exist only on the device."""
+    """The arrays of a batch in host memory, as `Batch` explains them, where reading them never waits for the device. The token ids
+    are not among them: the newest ones may exist only on the device."""
 
     positions: np.ndarray
     query_start: np.ndarray
     context_lens: np.ndarray
     slot_mapping: tuple[np.ndarray, ...]
     block_tables: tuple[np.ndarray, ...]
-    logit_rows: np.ndarray | None = None  # None in a step of a fixed shape, which has logits for every token
+    logit_rows: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,10 +237,7 @@ class Batch:
     block_tables: tuple[torch.Tensor, ...]  # per group, int32 [R, at least the longest request's blocks]
     logit_rows: torch.Tensor  # int64 [S], ascending: the rows to compute logits for; may be empty
     num_decodes: int  # how many leading requests have one row each
-    max_context_len: int
-    # query_start and context_lens in host memory, where reading them never waits for the device.
-    host_query_start: np.ndarray  # int32 [R + 1]
-    host_context_lens: np.ndarray  # int32 [R]
+    host: HostBatch  # the arrays that the tensors were made from
     # int64 [R]: how many of each request's last rows are drafts; None without drafts.
     host_num_drafts: np.ndarray | None = None
     # int64, ascending: the rows whose last hidden states are kept in `Forward.hidden`; None when none are.
@@ -259,8 +256,6 @@ class Batch:
     encoder_lens: np.ndarray | None = None
     # [E, width]: what the encoder made of the batch's rows among them, in order; None if there are none.
     encoder_states: torch.Tensor | None = None
-    # The arrays that the tensors were made from, for planning on the host. A batch made by hand may lack it.
-    host: HostBatch | None = None
     # Whether a recorded step computes it, as rank 0 has told all ranks; None: the forward pass chooses.
     replayed: bool | None = None
 
@@ -271,6 +266,14 @@ class Batch:
     @property
     def num_requests(self) -> int:
         return self.context_lens.shape[0]
+
+    @property
+    def host_query_start(self) -> np.ndarray:
+        return self.host.query_start
+
+    @property
+    def host_context_lens(self) -> np.ndarray:
+        return self.host.context_lens
 
 
 Around = Callable[[Batch], AbstractContextManager[None]]

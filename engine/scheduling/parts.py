@@ -18,48 +18,39 @@ class TurnPins(Protocol):
     @property
     def policy(self) -> QueuePolicy:
         """Which requests go first, with pins."""
-        ...
 
     @property
     def pinned(self) -> Mapping[str, Request]:
         """The ended requests that keep their blocks, by job."""
-        ...
 
     def has(self, job_id: str | None) -> bool: ...
 
     def arrived(self, request: Request) -> None:
         """A request has come."""
-        ...
 
     def keep(self, request: Request) -> bool:
         """A request has ended. Returns whether it keeps its blocks."""
-        ...
 
     def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> bool:
         """A router reports that the turn's answer is complete, and which tools it called. Returns whether its pin has ended."""
-        ...
 
     def give_way(self, besides: str | None) -> bool:
         """Ends the pin that would end first, so that a request can run; the pin of the job `besides` only when there is no other.
         Returns False without pins."""
-        ...
 
     def sweep(self) -> bool:
         """Ends the overdue pins. Returns whether pins have changed since the last call, so that the queues are put in order."""
-        ...
 
     def next_end(self) -> float | None: ...
 
     @property
     def is_due(self) -> bool:
         """A pin's time is over, and it has not been ended yet."""
-        ...
 
     def end_all(self, why: str) -> None: ...
 
     def close(self) -> None:
         """Ends all pins, and makes no other."""
-        ...
 
 
 class DraftLimits(Protocol):
@@ -67,13 +58,11 @@ class DraftLimits(Protocol):
 
     def limits(self, step: SchedulerOutput, requests: Iterable[Request]) -> dict[str, int]:
         """By request, after this step. Requests without an entry get none."""
-        ...
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """Notes a step's time. Call it before the step's drafts are settled."""
-        ...
 
     def searched(
         self,
@@ -84,7 +73,6 @@ class DraftLimits(Protocol):
         guess_s: float = 0.0,
     ) -> None:
         """Notes a search for drafts: it took `seconds`, and each token takes a draft model `guess_s`."""
-        ...
 
 
 class EncodedImages(Protocol):
@@ -101,14 +89,12 @@ class EncodedImages(Protocol):
     def expect(self, request_id: str, parts: Iterable[MediaFeature]) -> list[MediaFeature]:
         """The request will wait for rows of these parts, except those that are here. Returns the parts to ask an encoder node for.
         At most `capacity` tokens may be on their way; further parts are encoded here instead."""
-        ...
 
     def came(self, identifier: str, rows: PromptEmbeds) -> None: ...
     def will_not_come(self, identifier: str) -> None: ...
 
     def awaits(self, request: Request, at: int) -> bool:
         """Whether the request's token `at` needs rows that are on their way, or that are dropped before they are made again."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """A request has ended: drops the expected rows that no other request wants."""
@@ -119,7 +105,6 @@ class EncodedImages(Protocol):
     def cap(self, request: Request, start: int, num_new: int) -> int:
         """How many of the `num_new` tokens from `start` on can be computed: up to the first part that the step or the cache has no
         room for, whose rows are on their way, or whose rows others hold that are to be dropped."""
-        ...
 
     def take(self, request: Request, start: int, num_new: int) -> None:
         """The request begins to hold the parts that these tokens need. `cap` has allowed the tokens."""
@@ -140,7 +125,6 @@ class EncodedImages(Protocol):
 
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
         """Returns the parts that the runner adds in this step, and those that it drops before."""
-        ...
 
     def check_integrity(self, running: Mapping[str, Request]) -> None:
         """Raises an InternalError when the cache's data contradict each other. Only requests in `running` may hold parts."""

@@ -38,15 +38,6 @@ class ChunkCopier(Copier):
         # In host memory numpy copies, because torch would use more threads for it.
         self._rows: Any = None if self._on_device else self._blocks.numpy()
 
-    def fence(self) -> Any:
-        if not self._on_device:
-            return None
-        import torch
-
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._blocks.device))
-        return event
-
     def new_chunk(self) -> Chunk:
         import torch
 

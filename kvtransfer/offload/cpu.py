@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
+from tandem.kvtransfer.memory import fence_after
 from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold, TierUnavailable
@@ -83,11 +84,12 @@ class Copier(abc.ABC):
     """Copies between the device's blocks and a pool of places of the same size."""
 
     def __init__(self, memory: KVCacheMemory) -> None:
+        self._tensor = memory.tensor  # keeps the memory alive
         self.block_bytes = memory.block_bytes
 
     def fence(self) -> Any:
         """Called in the step thread. A store that gets the returned fence may read everything computed so far."""
-        return None
+        return fence_after(self._tensor)
 
     def open(self) -> None:
         """Called first, in the thread that copies. It may take long: the tier is left out meanwhile. If it raises TierUnavailable, it is
@@ -109,7 +111,6 @@ class Copier(abc.ABC):
 class HostCopier(Copier):
     def __init__(self, memory: KVCacheMemory, num_places: int) -> None:
         super().__init__(memory)
-        self._tensor = memory.tensor  # keeps the memory alive
         self._device = memory.tensor.data_ptr()
         # The kernel gives memory to a page only when it is written.
         self._pool = mmap.mmap(-1, num_places * self.block_bytes)
@@ -143,21 +144,15 @@ class CudaCopier(Copier):
 
         super().__init__(memory)
         self._cuda = torch.cuda
-        self._device = memory.tensor.device
         self._blocks: torch.Tensor = flat_bytes(memory.tensor).view(memory.num_blocks, -1)
         self._pool = torch.empty((num_places, self.block_bytes), dtype=torch.uint8, pin_memory=True)
         self._streams = {
-            to_device: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            to_device: torch.cuda.Stream(memory.tensor.device)  # type: ignore[no-untyped-call]
             for to_device in (True, False)
         }
 
     def places(self) -> torch.Tensor:
         return self._pool.view(-1, 1, 1, 1, 1, self.block_bytes)
-
-    def fence(self) -> Any:
-        event = self._cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._cuda.current_stream(self._device))
-        return event
 
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         stream = self._streams[to_device]

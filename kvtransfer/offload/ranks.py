@@ -31,7 +31,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError, InternalError, TandemError
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import TierConfig
-from tandem.kvtransfer.memory import KVCacheMemory
+from tandem.kvtransfer.memory import KVCacheMemory, fence_after
 from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
@@ -272,16 +272,8 @@ class RanksMover(Mover):
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
         self._own.submit(stores, loads)
-        self._lines.post(MakeCopies(self._tier, list(stores), list(loads)), self._fence() if stores else None)
-
-    def _fence(self) -> Any:
-        if not self._memory.tensor.is_cuda:
-            return None
-        import torch
-
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._memory.tensor.device))
-        return event
+        fence = fence_after(self._memory.tensor) if stores else None
+        self._lines.post(MakeCopies(self._tier, list(stores), list(loads)), fence)
 
     def take_ended(self) -> dict[int, bool | None]:
         self._here |= self._own.take_ended()

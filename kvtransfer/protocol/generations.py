@@ -43,8 +43,8 @@ class SourceGenerations:
     def found_wrong(self, peer: PeerAddress) -> None:
         """What this producer handed over was computed wrongly. It counts as bytes that arrived wrong do."""
         key = PeerKey(peer.node_id, peer.epoch)
-        times = (self._found_wrong.get(f"{key.epoch}/{key.node_id}") or 0) + 1
-        self._found_wrong.add(f"{key.epoch}/{key.node_id}", times)
+        times = (self._found_wrong.get(key) or 0) + 1
+        self._found_wrong.add(key, times)
         self.accused[key] = peer, times
         self._side.recorder.wrong_kv(peer.node_id)
         self._links.found_wrong(key)

@@ -26,6 +26,7 @@ from tandem.kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
+from tandem.kvtransfer.memory import fence_after
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import (
@@ -401,13 +402,8 @@ class WorkerHalf(WorkerConnector):
 
     def _fence(self) -> Fence | None:
         """Returns what says that the device has done the forward pass, which has only been queued by then."""
-        if self._memory is None or not self._memory.tensor.is_cuda:
-            return None
-        import torch
-
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._memory.tensor.device))
-        return event.query
+        event = fence_after(self._memory.tensor) if self._memory is not None else None
+        return event.query if event is not None else None
 
     def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
         if self._loop.failure is not None:

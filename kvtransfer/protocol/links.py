@@ -106,14 +106,14 @@ class ConsumerLinks:
 
     def mark_ended(self, key: PeerKey) -> None:
         """This incarnation has certainly ended."""
-        self._ended.add(_name(key), True)
+        self._ended.add(key, True)
         link = self._links.get(key)
         if link is not None:
             self._forget(link.endpoint)
             self.fail(link)
 
     def has_ended(self, key: PeerKey) -> bool:
-        return self._ended.get(_name(key)) is not None
+        return self._ended.get(key) is not None
 
     def fail(self, link: ConsumerLink) -> None:
         """Nothing more goes through this link, and what does not end by itself is stopped."""
@@ -170,10 +170,6 @@ class ConsumerLinks:
     @property
     def has_leaving(self) -> bool:
         return bool(self._leaving)
-
-
-def _name(key: PeerKey) -> str:
-    return f"{key.epoch}/{key.node_id}"
 
 
 class LeaseStamps:
@@ -309,12 +305,12 @@ class ProducerLinks:
             self._forget(link.peer.endpoint)
 
     def suspect(self, key: PeerKey, reason: str) -> None:
-        self._suspected.add(f"{key.epoch}/{key.node_id}", reason)
+        self._suspected.add(key, reason)
         self.drop(key)
 
     def suspicion_of(self, key: PeerKey) -> str | None:
         """Returns why this incarnation seemed to be gone a moment ago; None if it did not."""
-        return self._suspected.get(f"{key.epoch}/{key.node_id}")
+        return self._suspected.get(key)
 
     def found_wrong(self, key: PeerKey) -> None:
         """Other bytes arrived from this node than it had sent."""

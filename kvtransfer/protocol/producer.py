@@ -293,10 +293,10 @@ class Producer:
         me = self._side.me
         if key in self._untold and message.stamp >= self._untold[key][1]:
             del self._untold[key]
-        found_wrong, heard_in = self._found_wrong.get(f"{key.epoch}/{key.node_id}") or (0, me.generation)
+        found_wrong, heard_in = self._found_wrong.get(key) or (0, me.generation)
         if message.found_wrong > found_wrong:
             found_wrong, heard_in = message.found_wrong, me.generation
-            self._found_wrong.add(f"{key.epoch}/{key.node_id}", (found_wrong, heard_in))
+            self._found_wrong.add(key, (found_wrong, heard_in))
             self._distrusted(f"{key.node_id} computed KV from here again, and it was wrong")
         # Confirmed once nothing of it can come back, also if this process ends now. The consumer says it again until then.
         is_confirmed = me.generation > heard_in and self._side.sources.all_written

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -371,15 +371,15 @@ class BoundedMemory(Generic[Value]):
         self._limit = limit
         self._seconds = seconds
         self._clock = clock
-        self._entries: OrderedDict[str, tuple[float, Value]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[float, Value]] = OrderedDict()
 
-    def add(self, key: str, value: Value) -> None:
+    def add(self, key: Hashable, value: Value) -> None:
         self._entries.pop(key, None)
         self._entries[key] = (self._clock() + self._seconds, value)
         while len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
-    def get(self, key: str) -> Value | None:
+    def get(self, key: Hashable) -> Value | None:
         entry = self._entries.get(key)
         if entry is None:
             return None

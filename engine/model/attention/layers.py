@@ -32,8 +32,6 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     # The sizes of the latent and of the rotary part that it keeps side by side instead of keys and values.
     latent: tuple[int, int] | None = None
     expanded: tuple[int, int] = (0, 0)  # with latents: the sizes of a head's keys and values
-    # The size of the index key, kept with the latent, by which the layer picks the tokens that it attends to; 0: it picks none.
-    index_dim: int = 0
     # If several ranks keep their heads in one cache: the heads of all ranks, and the first one of this rank.
     heads_in_cache: int = 0  # 0: only this rank's
     first_head: int = 0

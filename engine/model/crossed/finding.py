@@ -123,7 +123,6 @@ def _difference(found: CrossedModel, expected: dict[str, torch.Tensor]) -> float
     for step in _STEPS:
         batch, scheduled = build_batch(rows, step, {}, set(), _BLOCK, device)
         batch = encoding.prepare(batch, scheduled, rows, StepOnDevice(lambda _: None))  # type: ignore[arg-type, return-value]
-        assert batch.host is not None
         assert batch.encoder_lens is not None
         whose = np.repeat(np.arange(batch.num_requests), np.diff(batch.host_query_start))
         places = batch.host.positions - batch.encoder_lens[whose]

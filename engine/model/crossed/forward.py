@@ -112,7 +112,7 @@ class _DecoderRows:
 
     def __init__(self, batch: Batch) -> None:
         host, lengths = batch.host, batch.encoder_lens
-        if host is None or lengths is None or host.logit_rows is None:
+        if lengths is None:
             raise InternalError("a batch does not say how many tokens its encoder reads")
         counts = np.diff(batch.host_query_start)
         whose = np.repeat(np.arange(len(counts)), counts)

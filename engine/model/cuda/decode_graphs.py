@@ -192,7 +192,7 @@ class DecodeGraphs:
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         recorded = self._told(batch) if batch.replayed is not None else self._recorded_for(batch)
-        if recorded is None or batch.host is None:
+        if recorded is None:
             return self._forward(batch, hooks)
         layers = range(self._forward.num_layers) if hooks is not None else ()
         for layer in layers:
@@ -223,7 +223,7 @@ class DecodeGraphs:
     def _shape_of(self, batch: Batch) -> tuple[int | None, int]:
         columns = 0
         if self._attention.reads_tables:
-            columns = table_width(-(-batch.max_context_len // self._block_size))
+            columns = table_width(-(-int(batch.host_context_lens.max()) // self._block_size))
         return bucket_of(self._buckets, batch.num_tokens), columns
 
     def _recorded_for(self, batch: Batch) -> _Recording | None:
@@ -234,7 +234,7 @@ class DecodeGraphs:
             and batch.image_rows is None
             and batch.rope_positions is None
         )
-        if self._gave_up or batch.host is None or not is_plain:
+        if self._gave_up or not is_plain:
             return None
         size, columns = self._shape_of(batch)
         if size is None or not self._fits(size, columns) or _reads_again(batch.host) > _MOST_READ_AGAIN:

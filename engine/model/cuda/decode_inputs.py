@@ -103,4 +103,5 @@ def as_rows(host: HostBatch) -> HostBatch:
         context_lens=(host.positions + 1).astype(np.int32),
         slot_mapping=host.slot_mapping,
         block_tables=tuple(np.repeat(table, counts, axis=0) for table in host.block_tables),
+        logit_rows=host.logit_rows,
     )

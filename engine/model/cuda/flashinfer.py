@@ -10,22 +10,26 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.attention.interface import AttentionCall
+from tandem.engine.model.attention.interface import AttentionCall, AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs, as_rows
 from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.cuda.triton_ops import rotate_and_write
 from tandem.engine.model.runner import Batch, HostBatch
-from tandem.engine.model.staging import page_locked, to_device
+from tandem.engine.model.staging import DeviceMark, page_locked, to_device
 
 log = logging.getLogger(__name__)
+
+KindT = TypeVar("KindT")
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -74,12 +78,99 @@ def bytes_of_pages(layers: tuple[AttentionLayer, ...], rows: int, max_model_len:
     return len(kinds) * 4 * rows * (-(-max_model_len // block_size) + 1)
 
 
-def shared_pages(buffers: dict[int, torch.Tensor], kind: int, count: int, device: torch.device) -> torch.Tensor:
-    """A buffer for the pages of recorded steps, which all recordings of a kind share: each replay lists its own first. The largest
-    recording comes first; one that used a smaller buffer keeps that alive."""
-    if kind not in buffers or buffers[kind].numel() < count:
-        buffers[kind] = torch.zeros(count, dtype=torch.int32, device=device)
-    return buffers[kind]
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    error = (ours.float() - theirs.float()).abs().max()
+    return bool(error <= _TOLERANCE * theirs.float().abs().max())
+
+
+@contextmanager
+def known_content(tensor: torch.Tensor, host: HostBatch) -> Iterator[None]:
+    """Inside, the first blocks of the cache, up to the last one of this step, have numbers that a trial knows; afterwards zeros."""
+    filled = tensor[1 : int(host.block_tables[0].max()) + 1]
+    numbers = torch.arange(filled.numel(), device=filled.device) % 9973
+    filled.copy_((numbers * 0.37).sin().view_as(filled))
+    try:
+        yield
+    finally:
+        filled.zero_()
+
+
+def known_queries(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(int(np.prod(shape)), device=device) % 9967
+    return (numbers * 0.71).cos().to(dtype).view(shape)
+
+
+class PlannedAttention(Generic[KindT]):
+    """Attention by wrappers of the library, each of which is planned on the host before a step. Layers of one kind share a wrapper."""
+
+    reads_tables = False
+    # A wrapper's names of the buffers that its recorded steps read: starts of rows and of pages, the last pages' lengths, and pages.
+    buffers: tuple[str, str, str, str]
+
+    def __init__(
+        self, library: Any, tensor: torch.Tensor, plan: CachePlan, max_model_len: int, kinds: Mapping[int, KindT]
+    ) -> None:
+        """`kinds`: by layer."""
+        self._library, self.tensor, self.plan = library, tensor, plan
+        self.kinds: list[KindT] = list(dict.fromkeys(kinds.values()))
+        self.kind_of_layer = {layer: self.kinds.index(kind) for layer, kind in kinds.items()}
+        # Wrappers run one after the other and keep nothing in the workspace between runs, so they share it.
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
+        self._max_pages = -(-max_model_len // plan.block_size)
+        # Pages of recorded steps, by kind: all recordings share them, because each replay lists its own first. The largest recording comes
+        # first; one that used a smaller buffer keeps that alive.
+        self._pages: dict[int, torch.Tensor] = {}
+        self._plans_taken = DeviceMark(tensor.device)
+
+    def _wrapper(self, kernels: str = _EVERYWHERE, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def _plan(self, wrapper: Any, kind: KindT, pages: Pages) -> None:
+        """Plans one wrapper from sizes on the host, because reading them from the device would wait for it."""
+        raise NotImplementedError
+
+    def pages_of(self, host: HostBatch, kind: KindT) -> Pages:
+        raise NotImplementedError
+
+    def fixed_step(self, wrappers: list[Any], inputs: DecodeInputs) -> AttentionStep:
+        raise NotImplementedError
+
+    def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
+        """Plans each kind's wrapper for a step, or several times as many for its parts. The library copies a plan to the device from one
+        page-locked buffer per wrapper, which it overwrites for the next plan. So this waits until the last step's copies are done."""
+        self._plans_taken.wait()
+        for index, (wrapper, of_kind) in enumerate(zip(wrappers, pages, strict=True)):
+            self._plan(wrapper, self.kinds[index % len(self.kinds)], of_kind)
+        self._plans_taken = DeviceMark(self.tensor.device)
+
+    def fixed(self, inputs: DecodeInputs) -> FixedSteps:
+        wrappers = []
+        for index in range(len(self.kinds)):
+            count = inputs.size * (self._max_pages + 1)
+            if index not in self._pages or self._pages[index].numel() < count:
+                self._pages[index] = self._numbers(count)
+            sizes = [self._numbers(inputs.size + more) for more in (1, 1, 0)]
+            named: dict[str, Any] = dict(zip(self.buffers, (*sizes, self._pages[index]), strict=True))
+            wrappers.append(self._wrapper(use_cuda_graph=True, **named))
+        return FixedSteps(self, inputs, wrappers)
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.tensor.device)
+
+
+class FixedSteps:
+    """See FixedAttention."""
+
+    def __init__(self, attention: PlannedAttention[Any], inputs: DecodeInputs, wrappers: list[Any]) -> None:
+        self._attention, self._inputs, self._wrappers = attention, inputs, wrappers
+
+    def prepare(self, host: HostBatch | None) -> None:
+        attention = self._attention
+        pages = [None if host is None else attention.pages_of(host, kind) for kind in attention.kinds]
+        attention.plan_all(self._wrappers, [padded(of_kind, self._inputs.size) for of_kind in pages])
+
+    def begin(self) -> AttentionStep:
+        return self._attention.fixed_step(self._wrappers, self._inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +199,24 @@ class _Kind:
         }
 
 
+def _kind_of(layer: AttentionLayer, plan: CachePlan) -> _Kind:
+    if layer.scale is None:
+        raise InternalError("the scale of a layer's scores was not found out")
+    group = plan.group_of_layer[layer.index]
+    heads = layer.num_query_heads, layer.num_kv_heads
+    return _Kind(group, plan.groups[group].window, *heads, layer.key_dim, layer.scale, layer.softcap)
+
+
 def _kernels_for(device: torch.device, *, own_dtype: bool) -> str:
     """The kernels for prompts. Hopper's need keys and values in the queries' dtype."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER_MAJOR
     return _HOPPER if hopper and own_dtype else _EVERYWHERE
 
 
-def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    error = (ours.float() - theirs.float()).abs().max()
-    return bool(error <= _TOLERANCE * theirs.float().abs().max())
-
-
-class FlashInferAttention:
+class FlashInferAttention(PlannedAttention[_Kind]):
     """See engine.model.attention.interface.PagedAttention."""
 
-    reads_tables = False
+    buffers = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_last_page_len_buf", "paged_kv_indices_buf")
 
     def __init__(
         self,
@@ -138,46 +232,20 @@ class FlashInferAttention:
         """If it is `exact`, a token gets the same bits in any company and however its prompt is cut: each is a request of its own, and one
         group of processors reads all its keys in order. The library's tiles depend on the rows of requests, and by itself it splits
         keys by what else is in the step. Recorded steps cannot have splits of a fixed size: their room is that of the first plan."""
-        self._library = library
-        self.tensor = tensor
+        super().__init__(library, tensor, plan, max_model_len, {layer.index: _kind_of(layer, plan) for layer in layers})
         self._dtype = dtype
         self._exact = exact
-        self.plan = plan
-        self.kinds: list[_Kind] = []
-        self.kind_of_layer: dict[int, int] = {}
-        for layer in layers:
-            if layer.scale is None:
-                raise InternalError("the scale of a layer's scores was not found out")
-            kind = _Kind(
-                plan.group_of_layer[layer.index],
-                plan.groups[plan.group_of_layer[layer.index]].window,
-                layer.num_query_heads,
-                layer.num_kv_heads,
-                layer.key_dim,
-                layer.scale,
-                layer.softcap,
-            )
-            if kind not in self.kinds:
-                self.kinds.append(kind)
-            self.kind_of_layer[layer.index] = self.kinds.index(kind)
-        # Wrappers run one after the other and keep nothing in the workspace between runs, so they share it.
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         # These wrappers are for unrecorded steps, which have prompts. Recorded steps are decodes.
-        self._wrappers = [self._wrapper(_EVERYWHERE) for _ in self.kinds]
+        self._wrappers = [self._wrapper() for _ in self.kinds]
         # Those for long chunks; None if the same kernels take all requests.
         self._of_chunks: list[Any] | None = None
         if not exact and _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype) == _HOPPER:
             self._of_chunks = [self._wrapper(_HOPPER) for _ in self.kinds]
-        self._max_pages = -(-max_model_len // plan.block_size)
-        self._page_buffers: dict[int, torch.Tensor] = {}  # by kind
-        self._plans_taken: torch.cuda.Event | None = None
 
-    def _wrapper(self, kernels: str, **options: Any) -> Any:
+    def _wrapper(self, kernels: str = _EVERYWHERE, **options: Any) -> Any:
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=kernels, **options)
 
     def begin(self, batch: Batch) -> _Step:
-        if batch.host is None:
-            raise InternalError("attention is planned on the host, and the batch has nothing there")
         parts = self._parts(as_rows(batch.host) if self._exact else batch.host)
         self.plan_all(
             [wrapper for part in parts for wrapper in part.wrappers],
@@ -200,40 +268,13 @@ class FlashInferAttention:
             for wrappers, first, end in parts
         ]
 
-    def fixed(self, inputs: DecodeInputs) -> _FixedSteps:
-        device = self.tensor.device
-        wrappers = []
-        for index in range(len(self.kinds)):
-            pages = shared_pages(self._page_buffers, index, inputs.size * (self._max_pages + 1), device)
-            numbers = [torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)]
-            wrappers.append(
-                self._wrapper(
-                    _EVERYWHERE,
-                    use_cuda_graph=True,
-                    qo_indptr_buf=numbers[0],
-                    paged_kv_indptr_buf=numbers[1],
-                    paged_kv_last_page_len_buf=numbers[2],
-                    paged_kv_indices_buf=pages,
-                )
-            )
-        return _FixedSteps(self, inputs, wrappers)
+    def fixed_step(self, wrappers: list[Any], inputs: DecodeInputs) -> _Step:
+        return _Step(self, [(wrappers, slice(None))], inputs.slot_mapping, pads=True)
 
     def pages_of(self, host: HostBatch, kind: _Kind) -> Pages:
         return pages_of(host, kind.group, kind.window, self.plan.block_size)
 
-    def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
-        """Plans each kind's wrapper for a step, or several times as many for its parts. The library copies a plan to the device from one page-locked buffer per wrapper, which
-        it overwrites for the next plan. So this waits until the last step's copies are done."""
-        if self._plans_taken is not None:
-            self._plans_taken.synchronize()
-        for index, (wrapper, of_kind) in enumerate(zip(wrappers, pages, strict=True)):
-            self._plan(wrapper, self.kinds[index % len(self.kinds)], of_kind)
-        if self.tensor.is_cuda:
-            self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
-
     def _plan(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
-        """Plans one wrapper from sizes on the host, because reading them from the device would wait for it."""
         device = self.tensor.device
         wrapper.plan(
             page_locked(pages.query_start, device),
@@ -252,11 +293,7 @@ class FlashInferAttention:
         Hopper's kernels are used only if they find the same."""
         size = self.plan.block_size
         host = trial(self.tensor.shape[0], size, len(self.plan.groups), (1, size + 1))
-        last = int(max(table.max() for table in host.block_tables))
-        filled = self.tensor[1 : last + 1]
-        numbers = torch.arange(filled.numel(), device=filled.device) % 9973
-        filled.copy_((numbers * 0.37).sin().view_as(filled))
-        try:
+        with known_content(self.tensor, host):
             right = [self._by_torch(host, kind) for kind in self.kinds]
             if not self._agrees(self._wrappers, host, right):
                 raise InternalError("it finds something else than torch does")
@@ -269,13 +306,9 @@ class FlashInferAttention:
             if reason is not None:
                 log.warning("prompts are attended without %s, which is slower: %s", _HOPPER, reason)
                 self._of_chunks = None
-        finally:
-            filled.zero_()
 
     def _asked(self, host: HostBatch, kind: _Kind) -> torch.Tensor:
-        shape = len(host.positions), kind.query_heads, kind.dim
-        numbers = torch.arange(int(np.prod(shape)), device=self.tensor.device) % 9967
-        return (numbers * 0.71).cos().to(self._dtype).view(shape)
+        return known_queries((len(host.positions), kind.query_heads, kind.dim), self._dtype, self.tensor.device)
 
     def _by_torch(self, host: HostBatch, kind: _Kind) -> torch.Tensor:
         """float32 [T, query heads, D], by reading each request's own pages in order."""
@@ -301,7 +334,7 @@ class FlashInferAttention:
             out = torch.empty_like(query)
             wrapper.run(query, self._views(0, kind), out=out)
             found.append(out)
-        return all(_agree(ours, theirs) for ours, theirs in zip(found, right, strict=True))
+        return all(agree(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
     def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.tensor[:, slot]
@@ -318,21 +351,6 @@ class _Part:
     wrappers: list[Any]  # one for each kind
     host: HostBatch
     rows: slice  # their rows in the step
-
-
-class _FixedSteps:
-    def __init__(self, attention: FlashInferAttention, inputs: DecodeInputs, wrappers: list[Any]) -> None:
-        self._attention = attention
-        self._inputs = inputs
-        self._wrappers = wrappers
-
-    def prepare(self, host: HostBatch | None) -> None:
-        attention, size = self._attention, self._inputs.size
-        pages = [None if host is None else attention.pages_of(host, kind) for kind in attention.kinds]
-        attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
-
-    def begin(self) -> _Step:
-        return _Step(self._attention, [(self._wrappers, slice(None))], self._inputs.slot_mapping, pads=True)
 
 
 class _Step:

@@ -14,13 +14,12 @@ from tandem.engine.model.attention.gathered import GatheredCache, GroupReads, Pa
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.compressed import Latents
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
-from tandem.engine.model.cuda.flashinfer import WORKSPACE_BYTES, shared_pages
-from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
+from tandem.engine.model.cuda.flashinfer import PlannedAttention, agree, known_content, known_queries
+from tandem.engine.model.cuda.pages import Pages, pages_of, requests_of, trial
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_TOLERANCE = 0.02  # as a share of the largest value
 
 
 def reason_against(layers: tuple[AttentionLayer, ...], latents: Latents, dtype: torch.dtype) -> str | None:
@@ -49,10 +48,16 @@ class _Kind:
     scale: float
 
 
-class FlashInferLatents:
+def _kind_of(layer: AttentionLayer, plan: CachePlan) -> _Kind:
+    if layer.scale is None or layer.latent is None:
+        raise InternalError(f"layer {layer.index} was not probed")
+    return _Kind(plan.group_of_layer[layer.index], layer.num_query_heads, *layer.latent, scale=layer.scale)
+
+
+class FlashInferLatents(PlannedAttention[_Kind]):
     """See tandem.engine.model.attention.interface.PagedAttention."""
 
-    reads_tables = False
+    buffers = ("qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices")
 
     def __init__(
         self,
@@ -63,84 +68,47 @@ class FlashInferLatents:
         latents: Latents,
         max_model_len: int,
     ) -> None:
-        self._library = library
-        self.kept = GatheredCache(tensor, plan)
-        self.plan, self.tensor, self.latents = plan, tensor, latents
-        self.kinds: list[_Kind] = []
-        self.kind_of_layer: dict[int, int] = {}
-        for layer in layers:
-            if layer.scale is None or layer.latent is None:
-                raise InternalError(f"layer {layer.index} was not probed")
-            kind = _Kind(plan.group_of_layer[layer.index], layer.num_query_heads, *layer.latent, scale=layer.scale)
-            if kind not in self.kinds:
-                self.kinds.append(kind)
-            self.kind_of_layer[layer.index] = self.kinds.index(kind)
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
+        super().__init__(library, tensor, plan, max_model_len, {layer.index: _kind_of(layer, plan) for layer in layers})
+        self.kept, self.latents = GatheredCache(tensor, plan), latents
         self._wrappers = [self._wrapper() for _ in self.kinds]
-        self._max_pages = -(-max_model_len // plan.block_size)
-        self._page_buffers: dict[int, torch.Tensor] = {}  # by kind
-        self._plans_taken: torch.cuda.Event | None = None
 
-    def _wrapper(self, **options: Any) -> Any:
-        return self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2", **options)
+    def _wrapper(self, kernels: str = "fa2", **options: Any) -> Any:
+        return self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend=kernels, **options)
 
     def begin(self, batch: Batch) -> PagedStep:
-        if batch.host is None:
-            raise InternalError("attention is planned on the host, and the batch has nothing there")
         groups = [self.kept.plan_group(batch, group, decodes=False) for group in range(len(self.plan.groups))]
-        count = batch.num_decodes
-        if count:
-            self.plan_all(self._wrappers, [self.pages_of(batch.host, kind, count) for kind in self.kinds])
+        if count := batch.num_decodes:
+            decodes = requests_of(batch.host, 0, count)
+            self.plan_all(self._wrappers, [self.pages_of(decodes, kind) for kind in self.kinds])
         return self.step(groups, self._wrappers, count)
 
-    def fixed(self, inputs: DecodeInputs) -> _FixedSteps:
-        device, size = self.tensor.device, inputs.size
+    def fixed_step(self, wrappers: list[Any], inputs: DecodeInputs) -> PagedStep:
+        size = self.plan.block_size
+        groups = [GroupReads(slots // size, slots % size, [], inputs.padding) for slots in inputs.slot_mapping]
+        return self.step(groups, wrappers, inputs.size)
 
-        def numbers(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=device)
+    def pages_of(self, host: HostBatch, kind: _Kind) -> Pages:
+        return pages_of(host, kind.group, None, self.plan.block_size)
 
-        wrappers = [
-            self._wrapper(
-                use_cuda_graph=True,
-                qo_indptr=numbers(size + 1),
-                kv_indptr=numbers(size + 1),
-                kv_indices=shared_pages(self._page_buffers, index, size * (self._max_pages + 1), device),
-                kv_len_arr=numbers(size),
-            )
-            for index in range(len(self.kinds))
-        ]
-        return _FixedSteps(self, inputs, wrappers)
-
-    def pages_of(self, host: HostBatch, kind: _Kind, count: int) -> Pages:
-        """The pages of the first `count` requests, which have one row each."""
-        return pages_of(requests_of(host, 0, count), kind.group, None, self.plan.block_size)
-
-    def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
-        """See FlashInferAttention.plan_all."""
-        if self._plans_taken is not None:
-            self._plans_taken.synchronize()
+    def _plan(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
         device = self.tensor.device
-        for kind, wrapper, of_kind in zip(self.kinds, wrappers, pages, strict=True):
-            lengths = (np.diff(of_kind.page_start) - 1) * self.plan.block_size + of_kind.last_page_len
-            wrapper.plan(
-                metadata=self._library.mla.MLAPlanMetadata.csr(
-                    page_locked(of_kind.query_start, device),
-                    page_locked(of_kind.page_start, device),
-                    to_device(of_kind.pages, device),
-                    page_locked(lengths.astype(np.int32), device),
-                ),
-                num_heads=kind.heads,
-                head_dim_ckv=kind.latent,
-                head_dim_kpe=kind.rotary,
-                page_size=self.plan.block_size,
-                causal=True,
-                sm_scale=kind.scale,
-                q_data_type=self.tensor.dtype,
-                kv_data_type=self.tensor.dtype,
-            )
-        if self.tensor.is_cuda:
-            self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
+        lengths = (np.diff(pages.page_start) - 1) * self.plan.block_size + pages.last_page_len
+        wrapper.plan(
+            metadata=self._library.mla.MLAPlanMetadata.csr(
+                page_locked(pages.query_start, device),
+                page_locked(pages.page_start, device),
+                to_device(pages.pages, device),
+                page_locked(lengths.astype(np.int32), device),
+            ),
+            num_heads=kind.heads,
+            head_dim_ckv=kind.latent,
+            head_dim_kpe=kind.rotary,
+            page_size=self.plan.block_size,
+            causal=True,
+            sm_scale=kind.scale,
+            q_data_type=self.tensor.dtype,
+            kv_data_type=self.tensor.dtype,
+        )
 
     def step(self, groups: list[GroupReads], wrappers: list[Any], num_decodes: int) -> PagedStep:
         def attend_decodes(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -160,42 +128,17 @@ class FlashInferLatents:
 
     def try_out(self) -> None:
         """Computes two decodes for each kind and compares them with torch, so that kernels that cannot run raise now."""
-        device, groups = self.tensor.device, len(self.plan.groups)
-        host = trial(self.tensor.shape[0], self.plan.block_size, groups, (1, 1))
-        count, tables = len(host.context_lens), host.block_tables
-        filled = self.tensor[1 : int(tables[0].max()) + 1]
-        numbers = torch.arange(filled.numel(), device=device) % 9973
-        filled.copy_((numbers * 0.37).sin().view_as(filled))
-        try:
-            self.plan_all(self._wrappers, [self.pages_of(host, kind, count) for kind in self.kinds])
+        device = self.tensor.device
+        host = trial(self.tensor.shape[0], self.plan.block_size, len(self.plan.groups), (1, 1))
+        with known_content(self.tensor, host):
+            self.plan_all(self._wrappers, [self.pages_of(host, kind) for kind in self.kinds])
             for layer, index in self.kind_of_layer.items():
                 kind, latents = self.kinds[index], self.view(layer)
-                width = kind.latent + kind.rotary
-                numbers = torch.arange(count * kind.heads * width, device=device) % 9967
-                query = (numbers * 0.71).cos().to(self.tensor.dtype).view(count, kind.heads, width)
+                shape = len(host.context_lens), kind.heads, kind.latent + kind.rotary
+                query = known_queries(shape, self.tensor.dtype, device)
                 found = self._wrappers[index].run(query=query, kv_cache=latents)
-                pages = torch.from_numpy(tables[kind.group]).to(device)
+                pages = torch.from_numpy(host.block_tables[kind.group]).to(device)
                 kept = latents[pages].float().flatten(1, 2)[:, : int(host.context_lens[0])]
                 scores = (query.float() @ kept.transpose(1, 2) * kind.scale).softmax(-1)
-                right = scores @ kept[..., : kind.latent]
-                if (found.float() - right).abs().max() > _TOLERANCE * right.abs().max():
+                if not agree(found, scores @ kept[..., : kind.latent]):
                     raise InternalError("it finds something else than torch does")
-        finally:
-            filled.zero_()
-
-
-class _FixedSteps:
-    def __init__(self, attention: FlashInferLatents, inputs: DecodeInputs, wrappers: list[Any]) -> None:
-        self._attention, self._inputs, self._wrappers = attention, inputs, wrappers
-
-    def prepare(self, host: HostBatch | None) -> None:
-        attention, size = self._attention, self._inputs.size
-        pages = [
-            None if host is None else attention.pages_of(host, kind, len(host.context_lens)) for kind in attention.kinds
-        ]
-        attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
-
-    def begin(self) -> PagedStep:
-        inputs, size = self._inputs, self._attention.plan.block_size
-        groups = [GroupReads(slots // size, slots % size, [], inputs.padding) for slots in inputs.slot_mapping]
-        return self._attention.step(groups, self._wrappers, inputs.size)

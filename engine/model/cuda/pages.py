@@ -49,13 +49,14 @@ def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -
 
 def requests_of(host: HostBatch, first: int, end: int) -> HostBatch:
     starts = host.query_start[first : end + 1]
-    rows = slice(int(starts[0]), int(starts[-1]))
+    rows, asked = slice(int(starts[0]), int(starts[-1])), host.logit_rows
     return HostBatch(
         positions=host.positions[rows],
         query_start=starts - starts[0],
         context_lens=host.context_lens[first:end],
         slot_mapping=tuple(slots[rows] for slots in host.slot_mapping),
         block_tables=tuple(table[first:end] for table in host.block_tables),
+        logit_rows=asked[(asked >= rows.start) & (asked < rows.stop)] - rows.start,
     )
 
 
@@ -94,4 +95,4 @@ def trial(num_blocks: int, block_size: int, num_groups: int, rows: Sequence[int]
     slots = table[np.repeat(np.arange(len(rows)), lengths), places // block_size].astype(np.int64)
     slots = slots * block_size + places % block_size
     contexts = np.full(len(rows), context, np.int32)
-    return HostBatch(places, starts, contexts, (slots,) * num_groups, (table,) * num_groups)
+    return HostBatch(places, starts, contexts, (slots,) * num_groups, (table,) * num_groups, starts[1:] - 1)

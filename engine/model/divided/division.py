@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.base.errors import InternalError
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.runner import Batch, HostBatch
-from tandem.engine.model.staging import to_device, to_device_together
 
 # A piece has at least this many rows: with fewer, exchanging keys and values costs more than computing the rows.
 LEAST_ROWS = 8
@@ -34,8 +34,6 @@ class Run(NamedTuple):
 def divide(batch: Batch, ranks: int) -> list[list[Run]] | None:
     """Returns each rank's runs, in the batch's order; every rank has some. None: no chunk is long enough."""
     host = batch.host
-    if host is None or host.logit_rows is None:
-        raise InternalError("a batch that was made by hand cannot be divided")
     starts = host.query_start[:-1].astype(np.int64)
     ends, asked = host.query_start[1:].astype(np.int64), host.logit_rows
     first_asked = np.append(asked, batch.num_tokens)[np.searchsorted(asked, starts)]
@@ -79,8 +77,8 @@ def rows_of(runs: list[Run]) -> npt.NDArray[np.int64]:
 def part_of(batch: Batch, runs: list[Run]) -> Batch:
     """The batch of these rows. A run is a request to it: the two of one prompt have the same blocks, and end at different tokens."""
     host = batch.host
-    if host is None or host.logit_rows is None or batch.hidden_rows is not None:
-        raise InternalError("a batch that was made by hand, or of which hidden states are asked for, cannot be divided")
+    if batch.hidden_rows is not None:
+        raise InternalError("a batch of which hidden states are asked for cannot be divided")
     rows, requests = rows_of(runs), [run.request for run in runs]
     query_start = np.cumsum([0, *(run.end - run.start for run in runs)], dtype=np.int32)
     positions = host.positions[rows]
@@ -88,21 +86,13 @@ def part_of(batch: Batch, runs: list[Run]) -> Batch:
     slots = tuple(each[rows] for each in host.slot_mapping)
     tables = tuple(np.ascontiguousarray(each[requests]) for each in host.block_tables)
     logit_rows = np.flatnonzero(np.isin(rows, host.logit_rows))
-    device = batch.token_ids.device
-    tensors = to_device_together([positions, query_start, contexts, logit_rows, *slots, *tables], device)
+    part = HostBatch(positions, query_start, contexts, slots, tables, logit_rows)
+    tensors, (at,) = tensors_of(part, batch.token_ids.device, rows)
     return dataclasses.replace(
         batch,
-        token_ids=batch.token_ids[to_device(rows, device)],
-        positions=tensors[0],
-        query_start=tensors[1],
-        context_lens=tensors[2],
-        logit_rows=tensors[3],
-        slot_mapping=tuple(tensors[4 : 4 + len(slots)]),
-        block_tables=tuple(tensors[4 + len(slots) :]),
+        token_ids=batch.token_ids[at],
         num_decodes=sum(request < batch.num_decodes for request in requests),
-        max_context_len=int(contexts.max()),
-        host_query_start=query_start,
-        host_context_lens=contexts,
+        host=part,
         host_num_drafts=None,
-        host=HostBatch(positions, query_start, contexts, slots, tables, logit_rows),
+        **tensors,
     )

@@ -56,7 +56,6 @@ def _indexed(
         value_dim=latent[0],
         window=None,
         latent=latent,
-        index_dim=index_dim,
         own=True,
     )
     return layer, OwnLayer(index, keeper, latent)

@@ -81,7 +81,7 @@ class ImageRows(RunnerPart):
             first = last - (end - begin)
             if media[0].columns:
                 if rope is None:
-                    rope = np.tile(positions_of(batch), (3, 1))
+                    rope = np.tile(batch.host.positions, (3, 1))
                 rope[:, begin:end] = rope_positions(media, first, last)
             if media[-1].offset + media[-1].length <= first:
                 continue  # a fast exit for every token of the answer
@@ -121,14 +121,6 @@ def rope_positions(media: Sequence[MediaFeature], begin: int, end: int) -> npt.N
         if after < end:
             rest = max(after, begin)
             found[:, rest - begin :] = np.arange(rest, end) + shift
-    return found
-
-
-def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
-    """The position of each token, as in a batch without images."""
-    counts = np.diff(batch.host_query_start)
-    first = batch.host_context_lens - counts
-    found: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(batch.host_query_start[:-1] - first, counts)
     return found
 
 

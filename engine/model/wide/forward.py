@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tandem.base.errors import InternalError
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks, Replays
 from tandem.engine.model.shard import Lead, Shard, exchange_logits
-from tandem.engine.model.staging import on, to_device_together
+from tandem.engine.model.staging import on
 
 _FIXED = 6  # the number of arrays before those of the groups
 _CHOOSES = -1  # among the numbers: rank 0 has not said whether a recorded step computes the batch
@@ -21,11 +21,9 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
     """The arrays of a batch for the other ranks, without hidden rows, which only rank 0 reads. On a GPU the token ids are left out,
     because the newest may exist only on the device; a broadcast sends them."""
     host = batch.host
-    if host is None or host.logit_rows is None:
-        raise InternalError("a batch that was made by hand cannot be sent to other ranks")
     tokens = batch.token_ids.numpy() if batch.token_ids.device.type == "cpu" else np.zeros(0, np.int64)
     replayed = _CHOOSES if batch.replayed is None else int(batch.replayed)
-    numbers = np.array([batch.num_decodes, batch.max_context_len, len(host.slot_mapping), replayed], np.int64)
+    numbers = np.array([batch.num_decodes, len(host.slot_mapping), replayed], np.int64)
     return [
         numbers,
         tokens,
@@ -41,25 +39,18 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
 def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
     """Makes the batch from `arrays_of`'s arrays. On a GPU its token ids are zeros until the broadcast."""
     numbers, tokens, positions, query_start, context_lens, logit_rows = arrays[:_FIXED]
-    num_decodes, max_context_len, groups, replayed = numbers.tolist()
+    num_decodes, groups, replayed = numbers.tolist()
     if device.type != "cpu":
         tokens = np.zeros(len(positions), np.int64)
-    tensors = to_device_together([tokens, positions, query_start, context_lens, logit_rows, *arrays[_FIXED:]], device)
     slots, tables = tuple(arrays[_FIXED : _FIXED + groups]), tuple(arrays[_FIXED + groups :])
+    host = HostBatch(positions, query_start, context_lens, slots, tables, logit_rows)
+    tensors, (token_ids,) = tensors_of(host, device, tokens)
     return Batch(
-        token_ids=tensors[0],
-        positions=tensors[1],
-        query_start=tensors[2],
-        context_lens=tensors[3],
-        logit_rows=tensors[4],
-        slot_mapping=tuple(tensors[5 : 5 + groups]),
-        block_tables=tuple(tensors[5 + groups :]),
+        token_ids=token_ids,
         num_decodes=num_decodes,
-        max_context_len=max_context_len,
-        host_query_start=query_start,
-        host_context_lens=context_lens,
-        host=HostBatch(positions, query_start, context_lens, slots, tables, logit_rows),
+        host=host,
         replayed=None if replayed == _CHOOSES else bool(replayed),
+        **tensors,
     )
 
 

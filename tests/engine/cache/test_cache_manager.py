@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.engine.cache.manager import (
-    HybridCoordinator,
-    KVCacheManager,
-    NoCacheCoordinator,
-    UnitaryCoordinator,
-    hash_block_size,
-    make_coordinator,
-)
-from tandem.engine.cache.pool import BlockPool, CacheEvents
+from tandem.engine.cache.manager import KVCacheManager, hash_block_size
+from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engine.cache.tables import BLOCK, FULL, HASHER, admit, check, decode, manager, request, sliding
@@ -223,18 +216,6 @@ def test_the_worked_example_step_by_step():
     assert pool.lookup(0, evicted) is None
     assert HASHER.block_size == 4
     check(cache, third)
-
-
-def kind(*groups: KVCacheGroup, caching: bool = True) -> type:
-    return type(make_coordinator(groups, BlockPool(9, len(groups), caching=caching)))
-
-
-def test_there_is_one_coordinator_for_each_need():
-    assert kind(FULL, caching=False) is NoCacheCoordinator
-    assert kind(FULL, sliding(4), caching=False) is NoCacheCoordinator
-    assert kind(FULL) is UnitaryCoordinator
-    assert kind(sliding(4)) is UnitaryCoordinator
-    assert kind(FULL, sliding(4)) is HybridCoordinator
 
 
 def test_blocks_of_several_sizes_agree_on_lengths_that_all_can_have():

@@ -23,6 +23,7 @@ from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.capabilities import ToAttend
 from tandem.engine.model.cuda import flashinfer
 from tandem.engine.model.cuda.capability import attention_with
@@ -246,14 +247,8 @@ def chunks_of(*shapes: tuple[int, int], num_groups: int = 1) -> Batch:
     slots += positions % 16
     logit_rows = (starts[1:] - 1).astype(np.int64)
     host = HostBatch(positions, starts, contexts, (slots,) * num_groups, (table,) * num_groups, logit_rows)
-    return Batch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64), positions=torch.from_numpy(positions),
-        query_start=torch.from_numpy(starts), context_lens=torch.from_numpy(contexts),
-        slot_mapping=tuple(torch.from_numpy(of_group) for of_group in host.slot_mapping),
-        block_tables=tuple(torch.from_numpy(of_group) for of_group in host.block_tables),
-        logit_rows=torch.from_numpy(logit_rows), num_decodes=int((counts == 1).sum()),
-        max_context_len=int(contexts.max()), host_query_start=starts, host_context_lens=contexts, host=host
-    )  # fmt: skip
+    tensors, (tokens,) = tensors_of(host, torch.device("cpu"), np.zeros(len(positions), np.int64))
+    return Batch(token_ids=tokens, num_decodes=int((counts == 1).sum()), host=host, **tensors)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +413,6 @@ def test_decodes_and_drafts_beside_a_chunk_are_left_to_the_kernels_that_pack_the
     start = 0
     for request, (count, _) in enumerate(shapes):
         rows = slice(start, start + count)
-        assert batch.host is not None
         alone = dataclasses.replace(
             batch,
             host=requests_of(batch.host, request, request + 1),

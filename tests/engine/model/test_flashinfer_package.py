@@ -84,6 +84,7 @@ def host(counts: list[int], contexts: list[int], groups: int) -> HostBatch:
         context_lens=np.array(contexts, np.int32),
         slot_mapping=(np.arange(16, 16 + total),) * groups,
         block_tables=(np.ones((len(counts), 4), np.int32),) * groups,
+        logit_rows=np.zeros(0, np.int64),
     )
 
 
@@ -178,7 +179,7 @@ def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.Monkey
     import flashinfer.mla
 
     monkeypatch.setattr(Bound, "made", flashinfer.mla.BatchMLAPagedAttentionWrapper, raising=False)
-    monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 10)
     library = SimpleNamespace(
         mla=SimpleNamespace(MLAPlanMetadata=flashinfer.mla.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Bound)
     )
@@ -210,8 +211,7 @@ def _batch(of_host: HostBatch, slots: tuple[torch.Tensor, ...]) -> Batch:
     unused: Any = torch.zeros(1)
     return Batch(
         token_ids=unused, positions=unused, query_start=unused, context_lens=unused, slot_mapping=slots,
-        block_tables=(), logit_rows=unused, num_decodes=0, max_context_len=0, host_query_start=of_host.query_start,
-        host_context_lens=of_host.context_lens, host=of_host
+        block_tables=(), logit_rows=unused, num_decodes=0, host=of_host
     )  # fmt: skip
 
 

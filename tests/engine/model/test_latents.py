@@ -17,7 +17,7 @@ from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.capabilities import ToAttend
-from tandem.engine.model.cuda import flashinfer_latents
+from tandem.engine.model.cuda import flashinfer
 from tandem.engine.model.cuda.capability import attention_with
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.flashinfer_latents import FlashInferLatents
@@ -103,7 +103,7 @@ def expansions() -> LatentLayers:
 
 @pytest.fixture
 def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
 
 
 @pytest.mark.usefixtures("small_workspace")

@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.native.forward import NativeLlamaForward
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.runner import Batch, HostBatch
 
 BLOCK_SIZE = 4
 
@@ -59,11 +60,8 @@ class Sequences:
             self.computed[m] += len(work[m])
         contexts = np.array([self.computed[m] for m in members], np.int32)
         rows = list(range(starts[-1])) if logit_rows is None else logit_rows
-        return Batch(
-            token_ids=torch.tensor([token for m in members for token in work[m]]),
-            positions=torch.from_numpy(positions.astype(np.int64)), query_start=torch.from_numpy(starts),
-            context_lens=torch.from_numpy(contexts), slot_mapping=tuple(map(torch.from_numpy, slots)),
-            block_tables=tuple(torch.from_numpy(np.ascontiguousarray(t[members])) for t in self.tables),
-            logit_rows=torch.tensor(rows, dtype=torch.int64), num_decodes=sum(length == 1 for length in lengths),
-            max_context_len=int(contexts.max()), host_query_start=starts, host_context_lens=contexts
-        )  # fmt: skip
+        tables = tuple(np.ascontiguousarray(table[members]) for table in self.tables)
+        host = HostBatch(positions, starts, contexts, tuple(slots), tables, np.array(rows, np.int64))
+        tokens = np.array([token for m in members for token in work[m]], np.int64)
+        tensors, (token_ids,) = tensors_of(host, torch.device("cpu"), tokens)
+        return Batch(token_ids=token_ids, num_decodes=sum(length == 1 for length in lengths), host=host, **tensors)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.batching import tensors_of
 from tandem.engine.model.divided import division, exchange
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.wide import forward
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
@@ -186,12 +186,9 @@ def batch_of(requests: list[tuple[int, int]], asked: list[int]) -> Batch:
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = np.concatenate([np.arange(context - rows, context) for rows, context in requests])
     slots, tables = positions * 10, np.arange(len(requests), dtype=np.int32)[:, None]
-    logit_rows = np.array(asked, np.int64)
-    arrays = [
-        np.array([(lengths == 1).sum(), contexts.max(), 1, 0]),
-        positions + 1, positions, query_start, contexts, logit_rows, slots, tables,
-    ]  # fmt: skip
-    return forward.batch_of(arrays, torch.device("cpu"))
+    host = HostBatch(positions, query_start, contexts, (slots,), (tables,), np.array(asked, np.int64))
+    tensors, (token_ids,) = tensors_of(host, torch.device("cpu"), positions + 1)
+    return Batch(token_ids=token_ids, num_decodes=int((lengths == 1).sum()), host=host, **tensors)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -208,7 +205,6 @@ def test_each_row_is_one_ranks_and_those_asked_for_rank_0s(seed: int) -> None:
         return
     rows = [division.rows_of(own) for own in runs]
     assert sorted(np.concatenate(rows).tolist()) == list(range(total))
-    assert batch.host is not None
     for rank, own in enumerate(runs):
         part = division.part_of(batch, own)
         assert part.positions.tolist() == batch.host.positions[rows[rank]].tolist()
