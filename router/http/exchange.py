@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class HttpExchange:
         self.connection: Connection = scope["state"]["connection"]
         self.request_id = request_id
         self.trace_id = trace_id
+        self.arrived = time.monotonic()  # of several requests on a connection: the last one
         self.tenant: Tenant | None = None
         self.when_idle = False  # a line of a batch: its sequences run while nothing else does
         self.is_counted = False  # among the requests in progress of its key
@@ -84,7 +86,8 @@ class HttpExchange:
     def header(self, name: bytes) -> bytes | None:
         return self._by_name.get(name)
 
-    def first_by(self, arrived: float) -> float | None:
+    @property
+    def first_by(self) -> float | None:
         """When the client wants the first token: `X-Tandem-Deadline` seconds after its request arrived."""
         asked = self.header(b"x-tandem-deadline")
         if asked is None:
@@ -98,7 +101,7 @@ class HttpExchange:
             raise InvalidRequest(
                 f"X-Tandem-Deadline must be a number of seconds above 0, not {wrong!r}", "x-tandem-deadline"
             )
-        return arrived + seconds
+        return self.arrived + seconds
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -32,27 +32,21 @@ class Realtime(RouterWing):
         services.model.check_name(name)
         timeouts, limits = services.config.timeouts, services.config.limits
         # A session is a request of its key from its beginning to its end.
-        reservation = enter(services, exchange)
-        try:
-            with services.kept.share(SESSION_BYTES, exchange.owner) as share:
-                socket = WebSocket(
-                    exchange,
-                    share,
-                    most_bytes=limits.body_bytes,
-                    ping_s=timeouts.realtime_ping,
-                    idle_s=timeouts.realtime_idle,
-                    turns=self._turns,
-                )
-                session = RealtimeSession(services, exchange, socket, share, name)
-                await socket.accept(session.event("session.created", session=session.shown()))
-                try:
-                    await session.run()
-                finally:
-                    if reservation is not None:
-                        reservation.settle(0, [])
-        finally:
-            if reservation is not None:
-                reservation.void()
+        with enter(services, exchange) as reservation, services.kept.share(SESSION_BYTES, exchange.owner) as share:
+            socket = WebSocket(
+                exchange,
+                share,
+                most_bytes=limits.body_bytes,
+                ping_s=timeouts.realtime_ping,
+                idle_s=timeouts.realtime_idle,
+                turns=self._turns,
+            )
+            session = RealtimeSession(services, exchange, socket, share, name)
+            await socket.accept(session.event("session.created", session=session.shown()))
+            try:
+                await session.run()
+            finally:
+                reservation.settle(0, [])
 
 
 def _check_origin(services: Services, exchange: HttpExchange) -> None:

@@ -7,7 +7,6 @@ not a handler.
 from __future__ import annotations
 
 import re
-import time
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -34,18 +33,15 @@ MOST_ITEMS = 100
 
 
 async def create_response(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
-    arrived = time.monotonic()
     reservation = enter(services, exchange)
     try:
         services.quoter.check(exchange)
-        request, plan, before = await _read(service, services, exchange, arrived)
-        if reservation is not None:
-            asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
-            reservation.take_tokens(plan.prompt_tokens, asked)
-        response = service.begin(request, plan, before, exchange.owner, reservation, arrived)
+        request, plan, before = await _read(service, services, exchange)
+        asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
+        reservation.take_tokens(plan.prompt_tokens, asked)
+        response = service.begin(request, plan, before, exchange.owner, reservation, exchange.arrived)
     except BaseException:
-        if reservation is not None:
-            reservation.void()
+        reservation.void()
         raise
     try:
         await _answer(exchange, request, response)
@@ -56,7 +52,7 @@ async def create_response(service: ResponseService, services: Services, exchange
 
 
 async def _read(
-    service: ResponseService, services: Services, exchange: HttpExchange, arrived: float
+    service: ResponseService, services: Services, exchange: HttpExchange
 ) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
     with services.bodies.share() as share:
         request = await read_body(exchange, ResponsesRequest, services.config, share)
@@ -65,7 +61,7 @@ async def _read(
         before = await _before(service, exchange, request)
         chat = await beside(share, as_chat, request, before)
         with naming_its_fields():
-            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat))
     return request, plan, before
 
 
