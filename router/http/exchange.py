@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -151,6 +152,24 @@ class HttpExchange:
             raise Forbidden(
                 f"{self.scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
             )
+
+
+class Query:
+    """The part of its URL behind the question mark."""
+
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._values = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name, [None])[0] or None
+
+    def number(self, name: str, usual: int, most: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return usual
+        if re.fullmatch("[0-9]{1,6}", text) is None or not 1 <= int(text) <= most:
+            raise InvalidRequest(f"{name}: must be from 1 to {most}, not {text[:40]!r}", name)
+        return int(text)
 
 
 def exchange_of(scope: Scope) -> HttpExchange:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs
-
 from tandem.http_server.turns import Turns
 from tandem.http_server.websocket import WebSocket
 from tandem.router.http.errors import Forbidden
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, Query
 from tandem.router.http.generate_routes import enter
 from tandem.router.http.services import Services
 from tandem.router.realtime.session import RealtimeSession
@@ -27,8 +25,7 @@ class Realtime(RouterWing):
 
     async def _connect(self, services: Services, exchange: HttpExchange) -> None:
         _check_origin(services, exchange)
-        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        name = query.get("model", [None])[0]
+        name = Query(exchange).text("model")
         services.model.check_name(name)
         timeouts, limits = services.config.timeouts, services.config.limits
         # A session is a request of its key from its beginning to its end.

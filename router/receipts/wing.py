@@ -12,8 +12,8 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
 from tandem.base.errors import ConfigurationError
 from tandem.router.dispatch import Generation
-from tandem.router.http.api_document import operation
 from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.operation import Operation
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
 from tandem.router.receipts.live import AskAgain, AskedAgain, ask_again
@@ -28,7 +28,7 @@ from tandem.router.receipts.receipt import (
     signed,
 )
 from tandem.router.signer import RECEIPT_HEADER, AnswerSigner, refused
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 from tandem.wire.nodes import COMPUTED_BY
 
 _SIGN = "sign"
@@ -38,17 +38,14 @@ _NONE_YET = AnswerMarks(0, 1, "", "")
 
 
 class Receipts(RouterWing):
-    document = WingDocument(
-        types=(AskAgain, AskedAgain),
-        examples={"/verify": {"old": ["decode-0"], "seconds": 2}},
-        paths={
-            "/verify": {
-                "post": operation(
-                    "Ask some requests again of new nodes, and compare", AskAgain, AskedAgain, ("400", "401")
-                )
-            }
-        },
+    # fmt: off
+    operations = (
+        Operation(
+            "post", "/verify", "Ask some requests again of new nodes, and compare", AskedAgain, AskAgain, ("400", "401"),
+            example={"old": ["decode-0"], "seconds": 2},
+        ),
     )
+    # fmt: on
 
     def routes(self) -> list[RouteRow]:
         return [("/verify", ask_again, ["POST"])]

@@ -27,12 +27,12 @@ from tandem.api.vectors.vectors import (
 )
 from tandem.base.errors import Unavailable
 from tandem.router.http.answer_notes import routing_headers
-from tandem.router.http.api_document import GENERATION_ERRORS, operation
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import KeptSize, enter, planned, running
+from tandem.router.http.operation import Operation
 from tandem.router.http.services import Services
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):
@@ -81,27 +81,21 @@ async def _read(
 
 
 class Vectors(RouterWing):
-    document = WingDocument(
-        types=(EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking),
-        paths={
-            "/v1/embeddings": {
-                "post": operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, GENERATION_ERRORS)
-            },
-            "/v1/score": {
-                "post": operation("Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS)
-            },
-            "/v1/rerank": {
-                "post": operation(
-                    "Sort documents by their vectors' nearness to a query's", RerankRequest, Ranking, GENERATION_ERRORS
-                )
-            },
-        },
-        examples={
-            "/v1/embeddings": {"input": "Hello!"},
-            "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
-            "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
-        },
+    # fmt: off
+    operations = (
+        Operation(
+            "post", "/v1/embeddings", "Make vectors of texts", EmbeddingList, EmbeddingRequest, example={"input": "Hello!"}
+        ),
+        Operation(
+            "post", "/v1/score", "Compare texts by their vectors", ScoreList, ScoreRequest,
+            example={"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
+        ),
+        Operation(
+            "post", "/v1/rerank", "Sort documents by their vectors' nearness to a query's", Ranking, RerankRequest,
+            example={"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
+        ),
     )
+    # fmt: on
 
     def routes(self) -> list[RouteRow]:
         score, rerank = partial(make_vectors, SCORE), partial(make_vectors, RERANK)
