@@ -44,7 +44,8 @@ from tandem.simulator.change import change_of
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, StepBound, TransferCost
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.pools import SimulatedPools
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import RecordedTraffic
 from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role

@@ -18,8 +18,9 @@ from tandem.loadgen.options import service_level
 from tandem.simulator.costs import CostModel, Width
 from tandem.simulator.options import add_costs, add_traffic, costs_of, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
+from tandem.simulator.setup import SimulationSetup
 from tandem.simulator.show import progress, render
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.simulation import simulate
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 

@@ -27,7 +27,8 @@ from tandem.simulator.options import CostsByWidth, add_costs, add_traffic, costs
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.picture import draw
 from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
-from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import OnProgress, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
