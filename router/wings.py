@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 from tandem.base.errors import TandemError
 from tandem.base.wings import find_wings
 from tandem.router.http.exchange import ErrorForm, HttpExchange
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 
 ROWS = (
@@ -32,7 +32,7 @@ RouteRow = tuple[str, Handler, list[str]]  # a path, its handler, and its method
 class RouterWing:
     """What one wing adds to one router, whose state it has. A module of ROWS has its own as `WING`."""
 
-    operations: ClassVar[tuple[Operation, ...]] = ()  # its part of the API document
+    operations: ClassVar[tuple[ApiOperation, ...]] = ()  # its part of the API document
     # How it writes errors, at its paths with this beginning.
     error_form: ClassVar[tuple[str, ErrorForm] | None] = None
 

@@ -19,7 +19,7 @@ from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.uploads import upload
 from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, Query, send_json
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing
 
@@ -30,7 +30,7 @@ MOST_BATCHES_IN_PAGE = 100
 _ERRORS = ("400", "401", "404", "503", "507")
 _BODY_ERRORS = (*_ERRORS, "408", "413", "415")
 _MESSAGE = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60}
-_of_messages = partial(Operation, errors=_ERRORS, error=MessagesError)
+_of_messages = partial(ApiOperation, errors=_ERRORS, error=MessagesError)
 
 
 def state_folder(folder: str, model_name: str) -> Path:
@@ -44,21 +44,21 @@ def state_folder(folder: str, model_name: str) -> Path:
 class Batches(RouterWing):
     # fmt: off
     operations = (
-        Operation("get", "/v1/files", "The files of this key", FileList, errors=_ERRORS),
+        ApiOperation("get", "/v1/files", "The files of this key", FileList, errors=_ERRORS),
         # Its body is multipart/form-data, of which the page to try the API has no form.
-        Operation(
+        ApiOperation(
             "post", "/v1/files", "Keep a file, sent as a form with `file` and `purpose`", FileObject,
             errors=(*_ERRORS, "408", "413"),
         ),
-        Operation("get", "/v1/files/{file_id}", "One file's name and size", FileObject, errors=_ERRORS),
-        Operation("delete", "/v1/files/{file_id}", "Delete it", FileDeleted, errors=_ERRORS),
-        Operation("get", "/v1/batches", "The batches of this key, the newest first", BatchList, errors=_ERRORS),
-        Operation(
+        ApiOperation("get", "/v1/files/{file_id}", "One file's name and size", FileObject, errors=_ERRORS),
+        ApiOperation("delete", "/v1/files/{file_id}", "Delete it", FileDeleted, errors=_ERRORS),
+        ApiOperation("get", "/v1/batches", "The batches of this key, the newest first", BatchList, errors=_ERRORS),
+        ApiOperation(
             "post", "/v1/batches", "Have a file of requests answered when the cluster is idle", BatchObject, BatchRequest,
             _BODY_ERRORS, example={"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
         ),
-        Operation("get", "/v1/batches/{batch_id}", "One batch, as it is now", BatchObject, errors=_ERRORS),
-        Operation("post", "/v1/batches/{batch_id}/cancel", "Answer no more of its lines", BatchObject, errors=_ERRORS),
+        ApiOperation("get", "/v1/batches/{batch_id}", "One batch, as it is now", BatchObject, errors=_ERRORS),
+        ApiOperation("post", "/v1/batches/{batch_id}/cancel", "Answer no more of its lines", BatchObject, errors=_ERRORS),
         _of_messages("get", "/v1/messages/batches", "The batches of messages, the newest first", MessageBatchList),
         _of_messages(
             "post", "/v1/messages/batches", "Have messages answered when the cluster is idle", MessageBatch,

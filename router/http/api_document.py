@@ -26,7 +26,7 @@ from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.http.try_page import page_with
 from tandem.router.wings import wing_types
@@ -35,34 +35,34 @@ _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _HELLO = [{"role": "user", "content": "Hello!"}]
 # fmt: off
 _ANSWERS = (
-    Operation(
+    ApiOperation(
         "post", "/v1/completions", "Complete a text", Completion, CompletionRequest, event=Completion,
         example={"prompt": "Once upon a time", "max_tokens": 60, "stream": True},
     ),
-    Operation(
+    ApiOperation(
         "post", "/v1/chat/completions", "Answer a chat", ChatCompletion, ChatRequest, event=ChatCompletionChunk,
         example={"messages": _HELLO, "max_tokens": 60, "stream": True},
     ),
 )
 _OF_SERVER = (
-    Operation("get", "/v1/models", "The models that this server has", ModelList, errors=("401",)),
-    Operation("get", "/v1/models/{model}", "One of them", ModelCard, errors=("401", "404")),
-    Operation(
+    ApiOperation("get", "/v1/models", "The models that this server has", ModelList, errors=("401",)),
+    ApiOperation("get", "/v1/models/{model}", "One of them", ModelCard, errors=("401", "404")),
+    ApiOperation(
         "post", "/tokenize", "Text to token ids", TokenizeResponse, TokenizeRequest, _TEXT_ERRORS,
         example={"prompt": "Hello!"},
     ),
-    Operation(
+    ApiOperation(
         "post", "/detokenize", "Token ids to text", DetokenizeResponse, DetokenizeRequest, _TEXT_ERRORS,
         example={"tokens": [1, 2, 3]},
     ),
     *(
-        Operation("get", path, "Whether a request would be served now", Health, errors=("503",), error=Health)
+        ApiOperation("get", path, "Whether a request would be served now", Health, errors=("503",), error=Health)
         for path in ("/health", "/healthz", "/ping")
     ),
-    Operation("get", "/live", "Whether this process answers", Health, errors=()),
-    Operation("get", "/version", "This server's version", Version, errors=()),
-    Operation("get", "/load", "Requests that this router is working on", RouterLoad, errors=("401",)),
-    Operation("get", "/cluster", "Every node, as it reports itself", ClusterDescription, errors=("401", "403")),
+    ApiOperation("get", "/live", "Whether this process answers", Health, errors=()),
+    ApiOperation("get", "/version", "This server's version", Version, errors=()),
+    ApiOperation("get", "/load", "Requests that this router is working on", RouterLoad, errors=("401",)),
+    ApiOperation("get", "/cluster", "Every node, as it reports itself", ClusterDescription, errors=("401", "403")),
 )
 # fmt: on
 _METRICS = {
@@ -71,7 +71,7 @@ _METRICS = {
 }
 
 
-def _operations() -> list[Operation]:
+def _operations() -> list[ApiOperation]:
     return [*_ANSWERS, *(each for wing in wing_types() for each in wing.operations), *_OF_SERVER]
 
 

@@ -20,7 +20,7 @@ EVENT: dict[str, Any] = {
 Kind = type[msgspec.Struct]
 
 
-class Operation(msgspec.Struct, frozen=True):
+class ApiOperation(msgspec.Struct, frozen=True):
     method: str
     path: str
     summary: str

@@ -14,7 +14,7 @@ from tandem.api.openai.plan import plan_chat
 from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import GenerateEndpoint, generate
-from tandem.router.http.operation import EVENT, Operation
+from tandem.router.http.operation import EVENT, ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
 from tandem.router.wings import RouteRow, RouterWing
@@ -56,11 +56,11 @@ _HELLO = [{"role": "user", "content": "Hello!"}]
 class Messages(RouterWing):
     # fmt: off
     operations = (
-        Operation(
+        ApiOperation(
             "post", "/v1/messages", "Answer a chat, as Anthropic's API does", MessageAnswer, MessagesRequest,
             error=MessagesError, event=EVENT, example={"messages": _HELLO, "max_tokens": 60},
         ),
-        Operation(
+        ApiOperation(
             "post", "/v1/messages/count_tokens", "Count the tokens of a chat's prompt", TokenCount, CountRequest,
             error=MessagesError, example={"messages": _HELLO},
         ),

@@ -13,7 +13,7 @@ from tandem.api.openai.reading import ReadChoice
 from tandem.base.errors import ConfigurationError
 from tandem.router.dispatch import Generation
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
 from tandem.router.receipts.live import AskAgain, AskedAgain, ask_again
@@ -40,7 +40,7 @@ _NONE_YET = AnswerMarks(0, 1, "", "")
 class Receipts(RouterWing):
     # fmt: off
     operations = (
-        Operation(
+        ApiOperation(
             "post", "/verify", "Ask some requests again of new nodes, and compare", AskedAgain, AskAgain, ("400", "401"),
             example={"old": ["decode-0"], "seconds": 2},
         ),

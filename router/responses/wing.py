@@ -22,7 +22,7 @@ from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import EventStream, HttpExchange, Query, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
-from tandem.router.http.operation import EVENT, Operation
+from tandem.router.http.operation import EVENT, ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
 from tandem.router.responses.response_service import ResponseService, conversation
@@ -190,18 +190,18 @@ _ERRORS = ("400", "401", "404")
 class Responses(RouterWing):
     # fmt: off
     operations = (
-        Operation(
+        ApiOperation(
             "post", "/v1/responses", "Answer a chat with items", ResponseAnswer, ResponsesRequest, event=EVENT,
             example={"input": "Hello!", "max_output_tokens": 60},
         ),
-        Operation(
+        ApiOperation(
             "post", "/v1/responses/input_tokens", "Count the tokens of its prompt", InputTokens, ResponsesRequest,
             example={"input": "Hello!"},
         ),
-        Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked with", InputItems, errors=_ERRORS),
-        Operation("post", "/v1/responses/{response_id}/cancel", "End it", ResponseAnswer, errors=_ERRORS),
-        Operation("get", "/v1/responses/{response_id}", "One that is kept, as it is now", ResponseAnswer, errors=_ERRORS),
-        Operation("delete", "/v1/responses/{response_id}", "Forget it", ResponseDeleted, errors=_ERRORS),
+        ApiOperation("get", "/v1/responses/{response_id}/input_items", "What it was asked with", InputItems, errors=_ERRORS),
+        ApiOperation("post", "/v1/responses/{response_id}/cancel", "End it", ResponseAnswer, errors=_ERRORS),
+        ApiOperation("get", "/v1/responses/{response_id}", "One that is kept, as it is now", ResponseAnswer, errors=_ERRORS),
+        ApiOperation("delete", "/v1/responses/{response_id}", "Forget it", ResponseDeleted, errors=_ERRORS),
     )
     # fmt: on
 

@@ -11,7 +11,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError, RequestError
 from tandem.router.config import TracingConfig
 from tandem.router.http.exchange import HttpExchange, send_json
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.record import TraceList, TraceRecord
@@ -60,8 +60,10 @@ def _whose(exchange: HttpExchange) -> str | None:
 
 class TraceWing(RouterWing):
     operations = (
-        Operation("get", "/traces", "The last requests that were traced", TraceList, errors=("401",)),
-        Operation("get", "/traces/{request_id}", "Where one request's time went", TraceRecord, errors=("401", "404")),
+        ApiOperation("get", "/traces", "The last requests that were traced", TraceList, errors=("401",)),
+        ApiOperation(
+            "get", "/traces/{request_id}", "Where one request's time went", TraceRecord, errors=("401", "404")
+        ),
     )
 
     def __init__(self, services: Services) -> None:

@@ -30,7 +30,7 @@ from tandem.router.http.answer_notes import routing_headers
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import KeptSize, enter, planned, running
-from tandem.router.http.operation import Operation
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing
 
@@ -83,14 +83,14 @@ async def _read(
 class Vectors(RouterWing):
     # fmt: off
     operations = (
-        Operation(
+        ApiOperation(
             "post", "/v1/embeddings", "Make vectors of texts", EmbeddingList, EmbeddingRequest, example={"input": "Hello!"}
         ),
-        Operation(
+        ApiOperation(
             "post", "/v1/score", "Compare texts by their vectors", ScoreList, ScoreRequest,
             example={"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
         ),
-        Operation(
+        ApiOperation(
             "post", "/v1/rerank", "Sort documents by their vectors' nearness to a query's", Ranking, RerankRequest,
             example={"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
         ),
