@@ -126,7 +126,7 @@ class HttpGate:
                 await self._app(scope, receive, exchange.send)
             except TandemError as error:
                 if isinstance(error, QuotaExceeded):
-                    self._metrics.refusals.labels(reason="quota").inc()
+                    self._metrics.refusals.inc("quota")
                 exchange.trouble = (error.code, str(error))
                 await _answer_error(exchange, error, self._error_form(exchange))
             except HTTPException as error:
@@ -171,7 +171,7 @@ class HttpGate:
         if self._keys.required and exchange.scope["path"] not in _OPEN_PATHS:
             exchange.tenant = self._keys.find(_bearer(exchange.headers))
             if exchange.tenant is None:
-                self._metrics.refusals.labels(reason="unauthorized").inc()
+                self._metrics.refusals.inc("unauthorized")
                 raise Unauthorized(
                     "the Authorization header must be 'Bearer' and a valid API key, or x-api-key must be one"
                 )

@@ -325,7 +325,7 @@ class RealtimeSession:
         except TandemError as failure:
             status, error = "failed", failure
             if isinstance(failure, QuotaExceeded):
-                self._services.metrics.refusals.labels(reason="quota").inc()
+                self._services.metrics.refusals.inc("quota")
         except Exception:
             logger.exception("%s: a response failed", self._exchange.request_id)
             status = "failed"
