@@ -176,9 +176,8 @@ class Recalls(FollowedAnswers):
         question = self.questions.get(answer_id)
         if question is None:
             if not self._shares.fits(owner, 1):
-                whose = "this key's part of" if self._shares.held < MOST_QUESTIONS else "all"
                 raise Overloaded(
-                    f"responses are being looked for that take up {whose} {MOST_QUESTIONS} places; send this again later"
+                    f"responses are being looked for that take up {self._shares.part(1)} {MOST_QUESTIONS} places; send this again later"
                 )
             nodes = [member.info for member in self._pool.members if member.lost is None]
             question = _Question({(node.node_id, node.epoch) for node in nodes}, owner)
