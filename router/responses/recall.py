@@ -16,9 +16,9 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.base.shares import Shares
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
+from tandem.router.dispatch.lives import FollowedAnswers
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
 from tandem.wire.nodes import NodeInfo
