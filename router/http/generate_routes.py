@@ -17,12 +17,11 @@ from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_answer import CompletionStream, whole_completion
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
-from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.generation_plan import AnswerParts, GenerationPlan
 from tandem.api.openai.plan import plan_chat, plan_completion
 from tandem.api.openai.reading import ReadChoice, read_all
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.sequence import SequenceSpec
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.answer_notes import notes_of, routing_headers
 from tandem.router.http.body import (
@@ -74,8 +73,8 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
     id_prefix: str
     request_type: Any
     plan: Callable[[Any, ServedModel, Caller], Awaitable[GenerationPlan]]
-    whole: Callable[[AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]]
-    stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
+    whole: Callable[[AnswerParts, Sequence[ReadChoice]], bytes | Iterator[bytes]]
+    stream: Callable[[AnswerParts], AnswerStream]
     translate: Callable[[Any], Any] | None = None  # translates the API's request into a ChatRequest
 
 
@@ -165,22 +164,21 @@ async def _answer(
     generation: Generation,
 ) -> None:
     tokenizer = services.model.tokenizer
-    choices = plan.choices(generation, tokenizer)
     head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
+    parts = AnswerParts(head, plan, request, plan.choices(generation, tokenizer), tokenizer)
     trace = exchange.trace
     if trace is not None:
         trace.answer_id = head.id
     quoted = services.quoter.headers(exchange, generation)
     if request.stream:
-        answer = endpoint.stream(head, plan, request, choices, tokenizer)
         stream = EventStream(exchange, routing_headers(generation) + quoted)
         if quoted:
             await stream.write(b"")  # it must arrive before the first token
-        await Delivery(generation, choices, answer, stream, trace).run()
+        await Delivery(generation, parts.choices, endpoint.stream(parts), stream, trace).run()
         return
-    read = await read_all(generation, choices)
+    read = await read_all(generation, parts.choices)
     headers = routing_headers(generation) + quoted + services.signer.headers(exchange, plan, generation, read)
-    whole = endpoint.whole(head, plan, request, read, tokenizer)
+    whole = endpoint.whole(parts, read)
     if isinstance(whole, bytes):
         await send_bytes(exchange.send, whole, b"application/json", headers=headers)
     else:
