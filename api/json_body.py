@@ -20,12 +20,13 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from tandem.api.field_table import INTERNAL, FieldTable
 from tandem.api.openai.mistakes import explain
+from tandem.api.settings import RequestLimits
 from tandem.base.errors import InvalidRequest
 
 # The largest single match, and the largest piece.
@@ -43,17 +44,6 @@ _UNITS = re.compile(
 
 Decode = Callable[[str], Any]
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-class JsonLimits(Protocol):
-    @property
-    def json_depth(self) -> int: ...
-    @property
-    def json_containers(self) -> int: ...
-    @property
-    def json_items(self) -> int: ...
-    @property
-    def json_members(self) -> int: ...
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -169,7 +159,7 @@ _WINDOW_BYTES = 256 << 10
 _AT_ONCE_BYTES = 64 << 10
 
 
-def parse_object(body: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray, limits: RequestLimits) -> dict[str, Any]:
     max_depth = limits.json_depth
     if (
         len(body) <= _AT_ONCE_BYTES
@@ -232,7 +222,7 @@ def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None
     return value if depth <= max_depth and colons == body.count(b":") else None
 
 
-def _has_few_marks(body: bytes | bytearray, limits: JsonLimits) -> bool:
+def _has_few_marks(body: bytes | bytearray, limits: RequestLimits) -> bool:
     if len(body) <= min(limits.json_containers, limits.json_items, limits.json_members):
         return True
     return (
@@ -242,7 +232,7 @@ def _has_few_marks(body: bytes | bytearray, limits: JsonLimits) -> bool:
     )
 
 
-def _check_counts(body: bytes | bytearray, limits: JsonLimits) -> None:
+def _check_counts(body: bytes | bytearray, limits: RequestLimits) -> None:
     """Checks the numbers of values before parsing, because an empty array of two bytes takes thirty times as
     much memory.
 

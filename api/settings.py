@@ -1,13 +1,15 @@
-"""What an operator may set of the API: the settings that this package is handed by who serves it.
-
-The structs with their defaults and descriptions are the router's (`router/config.py`).
-"""
+"""What an operator may set of the API. A router's configuration has these and its own (`router/config.py`)."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.base.settings import AtLeastOne, about, fixed
+from tandem.wire.embeds import MOST_BYTES
 
 
 class ToolFormat(enum.StrEnum):
@@ -60,43 +62,57 @@ class SamplingDefaults(enum.StrEnum):
     OPENAI = "openai"
 
 
-class RequestLimits(Protocol):
-    """Limits on what one request may hold. `router.limits` says what each means."""
+class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits on what one request may hold."""
 
-    @property
-    def prompts_per_request(self) -> int: ...
-    @property
-    def inputs_per_request(self) -> int: ...
-    @property
-    def choices_per_request(self) -> int: ...
-    @property
-    def images_per_request(self) -> int: ...
-    @property
-    def image_bytes(self) -> int: ...
-    @property
-    def image_pixels(self) -> int: ...
-    @property
-    def prompt_embeds_bytes(self) -> int: ...
+    # fmt: off
+    image_bytes: Annotated[AtLeastOne, fixed("bytes of one image's file; `body_bytes` bounds those of a request")] = 8 << 20
+    image_pixels: Annotated[Annotated[int, Meta(ge=1, le=89_000_000)], fixed(
+        "pixels of one image; checking decodes it, with up to 10 bytes a pixel, and models see a smaller copy"
+    )] = 40_000_000
+    prompt_embeds_bytes: Annotated[Annotated[int, Meta(ge=1, le=MOST_BYTES)], fixed(
+        "bytes of one tensor of `prompt_embeds`; the model's context is a closer limit"
+    )] = 8 << 20
+    images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
+    json_depth: Annotated[AtLeastOne, fixed("how deep a body nests; no API has a body of ten levels")] = 64
+    json_containers: Annotated[AtLeastOne, fixed(
+        "objects and arrays in a body; `body_bytes` and the model's context are closer limits"
+    )] = 100_000
+    json_items: Annotated[AtLeastOne, fixed("items in those; a token id is one, and no model reads so many")] = 1_000_000
+    json_members: Annotated[AtLeastOne, fixed("names in a body's objects; `body_bytes` is a closer limit")] = 100_000
+    prompts_per_request: Annotated[AtLeastOne, fixed("prompts in one request; a client sends more in further requests")] = 128
+    inputs_per_request: Annotated[AtLeastOne, fixed(
+        "texts in one request for vectors or scores; OpenAI takes 2048, and their answer is one body"
+    )] = 1024
+    choices_per_request: Annotated[AtLeastOne, fixed("prompts times `n` or `best_of`; OpenAI's limit of `n`")] = 128
+    # fmt: on
 
 
-class ApiSettings(Protocol):
-    @property
-    def tokenizer_path(self) -> str: ...
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def model_aliases(self) -> tuple[str, ...]: ...
-    @property
-    def other_models(self) -> Mapping[str, str]: ...
-    @property
-    def tool_format(self) -> ToolFormat: ...
-    @property
-    def reasoning_format(self) -> ReasoningName: ...
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-    @property
-    def prompt_embeds(self) -> bool: ...
-    @property
-    def include_usage(self) -> bool: ...
-    @property
-    def limits(self) -> RequestLimits: ...
+class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokenizer_path: str  # a folder with tokenizer.json and, if the model has one, the chat template
+    model_name: str  # the name that clients use, and that nodes must announce
+    # fmt: off
+    model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
+    other_models: Annotated[dict[str, str], about(
+        "models of other deployments and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed on: "
+        "[operations](operations.md#several-models-at-one-address)"
+    )] = {}
+    tool_format: Annotated[ToolFormat, about(
+        "how the model writes tool calls: `auto`, as its chat template does; or a [format](api.md#tools)"
+    )] = ToolFormat.AUTO
+    reasoning_format: Annotated[ReasoningName, about(
+        "how the model marks its reasoning: `auto`, as its chat template does; or a [format](api.md#reasoning)"
+    )] = ReasoningName.AUTO
+    prompt_embeds: Annotated[bool, about(
+        "completions may have tensors in place of prompts ([api](api.md#prompts-as-embeddings)): clients then reach states of "
+        "the model that no text reaches"
+    )] = False
+    include_usage: Annotated[bool, about(
+        "streams of chats and completions end with their usage, whether or not `stream_options` asks for it"
+    )] = False
+    sampling_defaults: Annotated[SamplingDefaults, about(
+        "sampling where a request says nothing: by the model's `generation_config.json` (`model`), or OpenAI's defaults "
+        "(`openai`)"
+    )] = SamplingDefaults.MODEL
+    # fmt: on
+    limits: RequestLimits = RequestLimits()

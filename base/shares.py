@@ -37,6 +37,10 @@ class Shares:
         own = self.of(owner)
         return own + size <= free or (own == has and own + size <= self._alone)
 
+    def part(self, size: int) -> str:
+        """What is taken up if this much does not fit: all, or the owner's part."""
+        return "this key's part of" if self.held + size <= self.limit else "all"
+
     def take(self, owner: str, size: int) -> None:
         """Counts an amount. A negative one is given back."""
         self.held += size

@@ -24,7 +24,8 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.loadgen.workload import Lengths
 from tandem.simulator.outcome import SimulationReport, SizeChange
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic
 from tandem.wire.nodes import Role
 

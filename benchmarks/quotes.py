@@ -30,7 +30,8 @@ from tandem.router.quotes.wing import QuoteMaker
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, StepBound, TransferCost
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.pools import SimulatedPools
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import RecordedTraffic
 from tandem.wire.nodes import Role
 

@@ -36,7 +36,8 @@ from tandem.cluster.models.store import find_model_here
 from tandem.loadgen.traces import read_trace
 from tandem.simulator.costs import CostModel, read_costs
 from tandem.simulator.profile import profile
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import RecordedTraffic, SyntheticTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 

@@ -4,7 +4,6 @@ back; and the life of a node, with an engine or without.
 lifecycle    what each node does for its routers: pings, statuses, drains, failure
 service      handles a node's requests, from Submit to the last token
 requests     checks a Submit against the loaded model, converts it for the engine, and keeps the live requests with their deadlines
-openings     adds the decoder's first tokens to a prompt that an encoder reads
 answers      keeps the tokens of background answers for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 routers      the routers that were heard lately, which are told statuses and what the prefix cache holds

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tandem.base.errors import AdapterMissing, InvalidRequest, WireError
-from tandem.engine.model.runner import ModelInfo
+from tandem.base.errors import AdapterMissing, ContextLengthExceeded, InvalidRequest, WireError
+from tandem.engine.model.runner import EncoderRules, ModelInfo
 from tandem.engine.request import Request
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
@@ -66,6 +66,28 @@ def _salted(grammar: str, salt: str | None) -> str:
     the salt, and the time to the first token does not tell what another tenant's answers follow. A comment at the end does it:
     errors still name the right lines."""
     return grammar if salt is None else f"{grammar}\n// {hashlib.sha256(salt.encode()).hexdigest()}"
+
+
+def with_opening(submit: Submit, rules: EncoderRules) -> Submit:
+    """Returns a request to a model with an encoder, which reads the client's prompt, with the decoder's opening behind it, so that the router
+    need not know of it. Both nodes of a request do this, so they agree on its tokens. An answer ends where the decoder's positions do."""
+    if submit.sampling.prompt_logprobs is not None or submit.pooling is not None:
+        raise InvalidRequest(
+            "this model's prompt is read by an encoder, which predicts no token of it: leave prompt_logprobs, and echo with logprobs, "
+            "out",
+            "prompt_logprobs",
+        )
+    prompt = submit.prompt_token_ids
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    if len(prompt) > rules.longest_prompt:
+        raise ContextLengthExceeded(
+            f"{len(prompt)} tokens are more than the {rules.longest_prompt} that this model's encoder reads"
+        )
+    sampling = submit.sampling
+    if sampling.max_tokens > rules.longest_answer:
+        sampling = msgspec.structs.replace(sampling, max_tokens=rules.longest_answer)
+    return msgspec.structs.replace(submit, prompt_token_ids=[*prompt, *rules.opening], sampling=sampling)
 
 
 def check_submit(

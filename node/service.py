@@ -40,7 +40,6 @@ from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.loop import Drain, EngineLoop, InStep, Item, ListRequests, Mailbox, ResetCache, RouterLost, SetAdapters
-from tandem.node.openings import with_opening
 from tandem.node.requests import (
     LiveRequests,
     RoleRules,
@@ -48,6 +47,7 @@ from tandem.node.requests import (
     failed_chunk,
     keeps_here,
     request_of,
+    with_opening,
     writes_states_here,
 )
 from tandem.node.routers import CacheNewsSender, RouterLine

@@ -15,8 +15,7 @@ Floor 3: it imports api, http_server, wire and base. It knows neither engine nor
     wings       what a deployment may never use: batches/, messages/, other_models/, processes/, quotes/, realtime/, receipts/,
                 responses/, tracing/, vectors/
     tracer      where a request's time went, as the rest of the router notes it
-    signer      what an answer carries so that it can be made again, as the rest of the router knows it
-    quoter      by when a request's first token comes, as the rest of the router is told
+    promises    what an answer may carry that a client asks for: by when its first token comes, and a receipt
     metrics     the router's own metrics
     recent      the last ten minutes: how many requests met the `slo`, why the slowest did not, and what went wrong
     node_metrics   the nodes' reports as metrics

@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from tandem.api.settings import ReasoningName, SamplingDefaults, ToolFormat
+from tandem.api.settings import ApiSettings, RequestLimits
 from tandem.base.errors import ConfigurationError
 from tandem.base.logs import LogFormat, LogLevel
 from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields, fixed
-from tandem.wire.embeds import MOST_BYTES
 
 MOST_PROCESSES = 32  # On one machine. The tally of connections has room for these and for as many successors.
 
@@ -50,7 +49,7 @@ class UnknownFields(enum.StrEnum):
     REFUSE = "refuse"
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Limits(RequestLimits, frozen=True, forbid_unknown_fields=True):
     """Limits on what one client, or all clients together, may ask for."""
 
     # fmt: off
@@ -73,28 +72,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_blocks: Annotated[NotNegative, fixed(
         "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a node"
     )] = 4_000_000
-    image_bytes: Annotated[AtLeastOne, fixed("bytes of one image's file; `body_bytes` bounds those of a request")] = 8 << 20
-    image_pixels: Annotated[Annotated[int, Meta(ge=1, le=89_000_000)], fixed(
-        "pixels of one image; checking decodes it, with up to 10 bytes a pixel, and models see a smaller copy"
-    )] = 40_000_000
-    prompt_embeds_bytes: Annotated[Annotated[int, Meta(ge=1, le=MOST_BYTES)], fixed(
-        "bytes of one tensor of `prompt_embeds`; the model's context is a closer limit"
-    )] = 8 << 20
-    images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
-    json_depth: Annotated[AtLeastOne, fixed("how deep a body nests; no API has a body of ten levels")] = 64
-    json_containers: Annotated[AtLeastOne, fixed(
-        "objects and arrays in a body; `body_bytes` and the model's context are closer limits"
-    )] = 100_000
-    json_items: Annotated[AtLeastOne, fixed("items in those; a token id is one, and no model reads so many")] = 1_000_000
-    json_members: Annotated[AtLeastOne, fixed("names in a body's objects; `body_bytes` is a closer limit")] = 100_000
     connections: Annotated[AtLeastOne, fixed(
         "connections open at once in one process, of `router.processes`; beyond it, the longest idle gives way"
     )] = 4096
-    prompts_per_request: Annotated[AtLeastOne, fixed("prompts in one request; a client sends more in further requests")] = 128
-    inputs_per_request: Annotated[AtLeastOne, fixed(
-        "texts in one request for vectors or scores; OpenAI takes 2048, and their answer is one body"
-    )] = 1024
-    choices_per_request: Annotated[AtLeastOne, fixed("prompts times `n` or `best_of`; OpenAI's limit of `n`")] = 128
     inflight_per_node: Annotated[AtLeastOne, about("sequences that run at once, per decoding node")] = 256
     queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024
     # fmt: on
@@ -247,15 +227,8 @@ def key_places(keys: Iterable[ApiKey], where: str) -> Iterator[tuple[str, ApiKey
 _ROUTER_URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 
-class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tokenizer_path: str  # a folder with tokenizer.json and, if the model has one, the chat template
-    model_name: str  # the name that clients use, and that nodes must announce
+class RouterConfig(ApiSettings, frozen=True, forbid_unknown_fields=True):
     # fmt: off
-    model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
-    other_models: Annotated[dict[str, str], about(
-        "models of other deployments and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed on: "
-        "[operations](operations.md#several-models-at-one-address)"
-    )] = {}
     host: Annotated[NotEmpty, about("address to listen at; `0.0.0.0` is every interface")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("port to listen at; 0 takes a free one")] = 8000
     placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = RouterPlacement.HEAD
@@ -277,12 +250,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "a request that would wait longer than this before its prompt is read, in the router's and nodes' lines together, gets "
         "503 with `Retry-After` at once; `null`: it waits. [Under overload](tuning.md#under-overload)"
     )] = None
-    tool_format: Annotated[ToolFormat, about(
-        "how the model writes tool calls: `auto`, as its chat template does; or a [format](api.md#tools)"
-    )] = ToolFormat.AUTO
-    reasoning_format: Annotated[ReasoningName, about(
-        "how the model marks its reasoning: `auto`, as its chat template does; or a [format](api.md#reasoning)"
-    )] = ReasoningName.AUTO
     chat_template: Annotated[str | None, about(
         "a file with a chat template, or the template itself, in place of the model's own"
     )] = None
@@ -290,17 +257,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "what happens to a request's fields that this server does not know: `ignore` names them in a header and in the log, "
         "`refuse` answers 400. Internals are always refused"
     )] = UnknownFields.IGNORE
-    prompt_embeds: Annotated[bool, about(
-        "completions may have tensors in place of prompts ([api](api.md#prompts-as-embeddings)): clients then reach states of "
-        "the model that no text reaches"
-    )] = False
-    include_usage: Annotated[bool, about(
-        "streams of chats and completions end with their usage, whether or not `stream_options` asks for it"
-    )] = False
-    sampling_defaults: Annotated[SamplingDefaults, about(
-        "sampling where a request says nothing: by the model's `generation_config.json` (`model`), or OpenAI's defaults "
-        "(`openai`)"
-    )] = SamplingDefaults.MODEL
     max_failovers: Annotated[NotNegative, fixed(
         "how often a request may move to other nodes; what breaks a fourth node is the request"
     )] = 3
@@ -335,7 +291,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: Annotated[dict[str, str], about(
         "environment variables of each router's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows "
         "them"
-    )] = {}
+    )] = msgspec.field(default_factory=dict)
     # fmt: on
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

@@ -9,7 +9,7 @@ The router's own measurements under vLLM's names are in `metrics`; all other rep
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,45 +17,27 @@ from prometheus_client.registry import Collector
 from tandem.router.member import Member
 from tandem.router.node_metrics import labels_of
 from tandem.router.pool import NodePool
-from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters
+from tandem.wire.requests import STEP_TOKEN_BOUNDS
 
 _LABELS = ["engine", "node", "role"]
 _STEP_BOUNDS = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
 
-_COUNTERS: tuple[tuple[str, str, Callable[[NodeCounters], float]], ...] = (
-    ("num_preemptions", "Requests that lost their blocks", lambda counters: counters.preemptions),
+# fmt: off
+# Their names, what they count, and the fields of NodeCounters that make them up.
+_COUNTERS = (
+    ("num_preemptions", "Requests that lost their blocks", ("preemptions",)),
+    ("prefix_cache_queries", "Tokens of prompts that were looked for in the prefix cache", ("prompt_tokens_looked_up",)),
+    ("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache", ("prompt_tokens_cached",)),
+    ("external_prefix_cache_queries", "Tokens of prompts that a peer or a tier was asked for", ("prompt_tokens_asked",)),
     (
-        "prefix_cache_queries",
-        "Tokens of prompts that were looked for in the prefix cache",
-        lambda counters: counters.prompt_tokens_looked_up,
+        "external_prefix_cache_hits", "Tokens of prompts that came from a peer or a tier",
+        ("prompt_tokens_received", "prompt_tokens_loaded"),
     ),
-    (
-        "prefix_cache_hits",
-        "Tokens of prompts that were found in the prefix cache",
-        lambda counters: counters.prompt_tokens_cached,
-    ),
-    (
-        "external_prefix_cache_queries",
-        "Tokens of prompts that a peer or a tier was asked for",
-        lambda counters: counters.prompt_tokens_asked,
-    ),
-    (
-        "external_prefix_cache_hits",
-        "Tokens of prompts that came from a peer or a tier",
-        lambda counters: counters.prompt_tokens_received + counters.prompt_tokens_loaded,
-    ),
-    ("spec_decode_num_drafts", "Drafts that were checked", lambda counters: counters.speculative_steps),
-    (
-        "spec_decode_num_draft_tokens",
-        "Tokens of the drafts that were checked",
-        lambda counters: counters.speculative_drafted,
-    ),
-    (
-        "spec_decode_num_accepted_tokens",
-        "Tokens of drafts that were right",
-        lambda counters: counters.speculative_accepted,
-    ),
+    ("spec_decode_num_drafts", "Drafts that were checked", ("speculative_steps",)),
+    ("spec_decode_num_draft_tokens", "Tokens of the drafts that were checked", ("speculative_drafted",)),
+    ("spec_decode_num_accepted_tokens", "Tokens of drafts that were right", ("speculative_accepted",)),
 )
+# fmt: on
 
 
 class EngineCollector(Collector):
@@ -69,10 +51,10 @@ class EngineCollector(Collector):
         engines = self._pool.counted_members
         yield _cache_usage(engines)
         yield _cache_config(engines)
-        for name, text, value in _COUNTERS:
+        for name, text, fields in _COUNTERS:
             family = CounterMetricFamily(f"tandem_{name}", text, labels=_LABELS)
             for member in engines:
-                family.add_metric(_labels_of(member), value(member.counters))
+                family.add_metric(_labels_of(member), sum(getattr(member.counters, field) for field in fields))
             yield family
         yield _accepted_by_position(engines)
         yield _step_tokens(engines)

@@ -8,6 +8,7 @@ import hmac
 import math
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -64,22 +65,28 @@ class _Bucket:
 
 
 class Reservation:
-    """What one request has taken from its key's quotas. It is taken before the work, and settled at the
-    end."""
+    """What one request has taken from its key's quotas: taken before the work, and settled at the end. Leaving it unsettled
+    voids it. Without a tenant there is nothing to take."""
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: Tenant | None) -> None:
         self._tenant = tenant
         self._tokens = 0.0
         self._settled = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of_no_concern: object) -> None:
+        self.void()
 
     def take_tokens(self, prompt_tokens: int, asked: list[int | None]) -> None:
         """Reserves tokens for a prompt and its answers. `asked`: the limit of each answer, None if the
         request has none. Raises QuotaExceeded. A request larger than a minute's quota waits for a full
         bucket."""
-        bucket = self._tenant.tokens
-        if bucket is None:
+        tenant = self._tenant
+        if tenant is None or tenant.tokens is None:
             return
-        typical = self._tenant.typical_answer()
+        bucket, typical = tenant.tokens, tenant.typical_answer()
         wanted = prompt_tokens + sum(typical if tokens is None else tokens for tokens in asked)
         wanted = min(wanted, bucket.per_minute)
         if (wait := bucket.seconds_until(wanted)) > 0:
@@ -90,26 +97,27 @@ class Reservation:
             )
         bucket.take(wanted)
         self._tokens = wanted
-        self._tenant.tell()
+        tenant.tell()
 
     def settle(self, prompt_tokens: int, answers: list[int]) -> None:
         """The request has ended and used these tokens."""
-        self._end(prompt_tokens + sum(answers))
-        for tokens in answers:
-            self._tenant.answers.observe(tokens)
+        if self._tenant is not None:
+            self._end(self._tenant, prompt_tokens + sum(answers))
+            for tokens in answers:
+                self._tenant.answers.observe(tokens)
 
     def void(self) -> None:
         """The request was refused, and does not count. Idempotent; does nothing after `settle`."""
-        if not self._settled:
-            self._end(0)
+        if self._tenant is not None and not self._settled:
+            self._end(self._tenant, 0)
             self._tenant.give_back_request()
 
-    def _end(self, used: int) -> None:
+    def _end(self, tenant: Tenant, used: int) -> None:
         self._settled = True
-        self._tenant.running -= 1
-        if self._tenant.tokens is not None:
-            self._tenant.tokens.take(used - self._tokens)
-        self._tenant.tell()
+        tenant.running -= 1
+        if tenant.tokens is not None:
+            tenant.tokens.take(used - self._tokens)
+        tenant.tell()
 
 
 class _KeyUse(msgspec.Struct, frozen=True, array_like=True):

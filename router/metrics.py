@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -62,23 +62,9 @@ class Histogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-class PlainCounter(Collector):
-    """A counter without locks, like Histogram, for counts of every token."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-        self._value = 0
-
-    def inc(self, count: int) -> None:
-        self._value += count
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(self._name, self._text, value=self._value)
-
-
-class LabelledCounter(Collector):
-    """A labelled counter without locks: the library's lookup of a child takes longer than counting."""
+class Counter(Collector):
+    """A counter without locks, like Histogram: the library's lookup of a child takes longer than counting. One thread counts the same
+    labels."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name = name
@@ -86,14 +72,19 @@ class LabelledCounter(Collector):
         self._labels = labels
         self._counts: dict[tuple[str, ...], int] = {}
         self._since: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self.begin()
 
-    def inc(self, *values: str) -> None:
-        """Counts one. `values`: those of its labels."""
-        try:
-            self._counts[values] += 1
-        except KeyError:
-            self._since[values] = time.time()
-            self._counts[values] = 1
+    def begin(self, *values: str) -> None:
+        """Shows 0 for these labels, so that their first count shows as an increase."""
+        self._since[values] = time.time()
+        self._counts[values] = 0
+
+    def inc(self, *values: str, count: int = 1) -> None:
+        """`values`: those of its labels."""
+        if values not in self._counts:
+            self.begin(*values)
+        self._counts[values] += count
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
@@ -126,17 +117,11 @@ class _MadeMetrics:
         self._registry.register(made)
         return made
 
-    def plain(self, name: str, text: str) -> PlainCounter:
-        return self._registered(PlainCounter(name, text))
-
-    def labelled(self, name: str, text: str, *labels: str) -> LabelledCounter:
-        return self._registered(LabelledCounter(name, text, *labels))
-
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return self._registered(Histogram(name, text, buckets))
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labelnames=labels, registry=self._registry)
+        return self._registered(Counter(name, text, *labels))
 
     def gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self._registry)
@@ -217,26 +202,26 @@ class RouterMetrics:
             "tandem_request_params_max_tokens", "Output tokens that a sequence may have", _TOKEN_BUCKETS
         )
         self.request_choices = made.histogram("tandem_request_params_n", "Sequences of a request", _CHOICE_BUCKETS)
-        self.prompt_tokens = made.plain("tandem_prompt_tokens", "Prompt tokens that were read")
-        self.generation_tokens = made.plain("tandem_generation_tokens", "Output tokens that reached the router")
+        self.prompt_tokens = made.counter("tandem_prompt_tokens", "Prompt tokens that were read")
+        self.generation_tokens = made.counter("tandem_generation_tokens", "Output tokens that reached the router")
 
     def _count_requests(self, made: _MadeMetrics) -> None:
-        self.requests_finished = made.labelled(
+        self.requests_finished = made.counter(
             "tandem_request_success", "Sequences that ended, by how", "finished_reason"
         )
         self.requests_preempted = made.counter(
             "tandem_requests_preempted", "Sequences that lost their blocks on a node at least once"
         )
-        self.http_requests = made.labelled("tandem_http_requests", "Answers by route and status", "route", "status")
-        self.decisions = made.labelled("tandem_routing_decisions", "Where requests were sent", "kind")
+        self.http_requests = made.counter("tandem_http_requests", "Answers by route and status", "route", "status")
+        self.decisions = made.counter("tandem_routing_decisions", "Where requests were sent", "kind")
         self.failovers = made.counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = made.counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = made.counter("tandem_requests_refused", "Requests that were not let in", "reason")
         self.sequences_paused = made.counter(
             "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
         )
-        self.batch_lines = made.labelled("tandem_batch_lines", "Lines of batches that ended, by how", "outcome")
-        self.quotes = made.labelled(
+        self.batch_lines = made.counter("tandem_batch_lines", "Lines of batches that ended, by how", "outcome")
+        self.quotes = made.counter(
             "tandem_quotes",
             "Requests that asked by when their first token comes, by how that went",
             "confidence",
@@ -250,10 +235,10 @@ class RouterMetrics:
         self.traces_dropped = made.counter("tandem_traces_dropped", "Traces that no collector took", "reason")
         # Begin at 0, so that the first count of a reason shows as an increase.
         for reason in ("queue_full", "long_wait", "deadline", "unauthorized", "bodies", "memory", "quota"):
-            self.refusals.labels(reason=reason)
+            self.refusals.begin(reason)
         for phase in ("queue", "total", "token_idle", "failover_wait"):
-            self.deadlines.labels(phase=phase)
-        self.failovers.labels(reason="node_lost")
+            self.deadlines.begin(phase)
+        self.failovers.begin("node_lost")
 
     def _gauge(self, made: _MadeMetrics) -> None:
         self.running = made.gauge("tandem_num_requests_running", "Sequences that are on nodes now")

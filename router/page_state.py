@@ -72,27 +72,23 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
             role,
             state,
             why,
-            status.running,
-            status.waiting,
-            status.loading,
-            status.waiting_tokens,
-            status.total_blocks - status.free_blocks,
-            status.total_blocks,
-            status.cached_blocks,
-            status.held_blocks,
-            status.transfers,
-            counters.transfer_bytes_sent,
-            counters.transfer_bytes_received,
-            counters.preemptions,
-            counters.output_tokens,
-            counters.prompt_tokens_computed,
-            step_s,
-            [TierRow(*(getattr(tier, name) for name in TierRow.__struct_fields__)) for tier in status.tiers],
-            _notes(status),
-            status.quarantined_blocks,
-            status.pinned_blocks,
-            memory=status.memory,
+            used_blocks=status.total_blocks - status.free_blocks,
+            bytes_sent=counters.transfer_bytes_sent,
+            bytes_received=counters.transfer_bytes_received,
+            preemptions=counters.preemptions,
+            output_tokens=counters.output_tokens,
+            prompt_tokens=counters.prompt_tokens_computed,
+            step_s=step_s,
+            tiers=[TierRow(*(getattr(tier, name) for name in TierRow.__struct_fields__)) for tier in status.tiers],
+            notes=_notes(status),
+            **{name: getattr(status, name) for name in _AS_REPORTED},
         )
+
+
+_AS_REPORTED = (
+    "running", "waiting", "loading", "waiting_tokens", "total_blocks", "cached_blocks", "held_blocks", "transfers",
+    "quarantined_blocks", "pinned_blocks", "memory",
+)  # fmt: skip
 
 
 def _notes(status: NodeStatus) -> list[str]:

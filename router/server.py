@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tandem.api.openai.served_model import ServedModel
@@ -172,8 +173,8 @@ class RouterServer:
             keys=keys,
             metrics=metrics,
             tasks=tasks,
-            bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
-            kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
+            bodies=BodyBudget(config.limits, partial(metrics.refusals.inc, "bodies")),
+            kept=KeptMemory(config.limits.kept_bytes, partial(metrics.refusals.inc, "memory")),
             chooser=chooser,
             control=self._control,
         )

@@ -3,14 +3,13 @@ while it serves a request."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ClassVar, cast
-
-import msgspec
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, cast
 
 from tandem.base.errors import TandemError
 from tandem.base.wings import find_wings
 from tandem.router.http.exchange import ErrorForm, HttpExchange
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 
 ROWS = (
@@ -30,18 +29,10 @@ Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 RouteRow = tuple[str, Handler, list[str]]  # a path, its handler, and its methods
 
 
-class WingDocument(msgspec.Struct, frozen=True):
-    """A wing's part of the API document. `types`: those that its paths name. `examples`: the bodies that the forms of /docs begin with."""
-
-    types: tuple[type[msgspec.Struct], ...] = ()
-    paths: Mapping[str, Any] = {}
-    examples: Mapping[str, Any] = {}
-
-
 class RouterWing:
     """What one wing adds to one router, whose state it has. A module of ROWS has its own as `WING`."""
 
-    document: ClassVar[WingDocument] = WingDocument()
+    operations: ClassVar[tuple[ApiOperation, ...]] = ()  # its part of the API document
     # How it writes errors, at its paths with this beginning.
     error_form: ClassVar[tuple[str, ErrorForm] | None] = None
 

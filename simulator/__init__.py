@@ -11,6 +11,7 @@ simulated: the costs of steps, transfers and requests come from a file that was 
     network          the transfers of KV between nodes
     pools            the nodes by role, and how the autoscaler resizes them
     outcome          when each answer's tokens came, and the report made of these times
+    setup            what one run plays, and on which cluster
     simulation       one run
     profile          measures the costs on a serving cluster
     learnt           the costs that a cluster's nodes have learnt while they served

@@ -22,7 +22,8 @@ from tandem.router.recent import RequestAccount
 from tandem.simulator.costs import CostModel
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.planner import PoolSizes
-from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import OnProgress, simulate
 from tandem.simulator.what_if import as_traffic, sizes_of
 from tandem.wire.forecasts import FEWEST_REQUESTS, FIGURES, GRADED_REQUESTS, ExpectedFigure, Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role

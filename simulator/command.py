@@ -15,8 +15,9 @@ from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.loadgen.options import service_level
 from tandem.simulator.options import add_costs, add_traffic, check_widths, costs_of, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
+from tandem.simulator.setup import SimulationSetup
 from tandem.simulator.show import progress, render
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.simulation import simulate
 
 
 class SimulationResult(msgspec.Struct, frozen=True):

@@ -36,7 +36,8 @@ from tandem.simulator.options import (
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.picture import draw
 from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
-from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import OnProgress, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 

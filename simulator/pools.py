@@ -9,19 +9,17 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
 from tandem.cluster.tasks import Clock
-from tandem.cluster.wings import NodeCores
 from tandem.decode_node.node import DecodeRules
 from tandem.node.requests import RoleRules
 from tandem.prefill_node.node import PrefillRules
-from tandem.simulator.costs import CostModel
 from tandem.simulator.machine import SharedCores, SharedMachine
 from tandem.simulator.network import Network
 from tandem.simulator.node import NextLook, SimulatedNode
 from tandem.simulator.outcome import AnswerLog, NodeLoad, SizeChange
+from tandem.simulator.setup import SimulationSetup
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus, TokenBatch
 
@@ -49,36 +47,27 @@ class _SimulatedPool:
 class SimulatedPools:
     def __init__(
         self,
-        config: TandemConfig,
-        costs: Mapping[Role, CostModel],
+        setup: SimulationSetup,
         network: Network,
         outcome: AnswerLog,
         tell: Callable[[TokenBatch], None],
         on_members: Callable[[], None],
-        *,
-        machines: int | None = None,
-        one_machine: bool = False,
-        cores: NodeCores | None = None,
-        by_steps: bool = False,
     ) -> None:
-        """`machines`: how many machines all pools share, with a node on each; None: always enough for the wanted nodes. `one_machine`: all
-        nodes are on the same machine, and slow each other. `cores`: of the first nodes of each role; others have their own."""
-        self._config = config
-        self._costs = costs
+        self._setup = setup
+        self._config, self._costs = setup.config, setup.costs
         self._network = network
         self._outcome = outcome
         self._tell = tell
         self._on_members = on_members
-        self._by_steps = by_steps
-        self._machines_left = machines
-        self._shared = SharedMachine() if one_machine else None
-        self._cores, self._shared_cores = cores or {}, SharedCores()
-        used = Counter(core for of_role in self._cores.values() for one in of_role for core in one)
+        self._machines_left = setup.machines
+        self._shared = SharedMachine() if setup.one_machine else None
+        self._shared_cores = SharedCores()
+        used = Counter(core for of_role in setup.cores.values() for one in of_role for core in one)
         self._contended = {core for core, nodes in used.items() if nodes > 1}
         self._free: list[Role] = []  # one entry per free machine: the role of its last node
         self._count = 0
         self._loop = asyncio.get_running_loop()
-        self._pools = {role: _SimulatedPool(role, config.pools.of(role).first_size) for role in ENGINE_ROLES}
+        self._pools = {role: _SimulatedPool(role, setup.config.pools.of(role).first_size) for role in ENGINE_ROLES}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone: list[NodeLoad] = []
         self.changes: list[SizeChange] = []
@@ -100,7 +89,7 @@ class SimulatedPools:
 
     def _add(self, pool: _SimulatedPool) -> None:
         costs, engine = self._costs[pool.role], self._config.engine_of(pool.role)
-        of_role = self._cores.get(pool.role, ())
+        of_role = self._setup.cores.get(pool.role, ())
         cores = of_role[len(pool.nodes)] if len(pool.nodes) < len(of_role) else frozenset[str]()
         scheduler, cache = engine.scheduler, engine.cache
         self._count += 1
@@ -131,7 +120,7 @@ class SimulatedPools:
             self._tell,
             self.next_look,
             machine=self._shared_cores if not self._contended.isdisjoint(cores) else self._shared,
-            by_steps=self._by_steps,
+            by_steps=self._setup.by_steps,
         )
         self._shared_cores.bind(node, cores)
         pool.nodes.append(node)

@@ -6,26 +6,23 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-
-import msgspec
+from collections.abc import Callable, Iterator
 
 from tandem.api.sequence import SequenceSpec
-from tandem.base.errors import ConfigurationError, InternalError, TandemError, WireError
-from tandem.cluster.config import TandemConfig
-from tandem.cluster.wings import NodeCores
-from tandem.loadgen.metrics import Distribution, ServiceLevel
+from tandem.base.errors import TandemError, WireError
+from tandem.loadgen.metrics import Distribution
 from tandem.loadgen.traces import TraceRow
 from tandem.router.dispatch import Dispatcher
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.simulator.clock import VirtualLoop
-from tandem.simulator.costs import CostModel
 from tandem.simulator.network import Network
+from tandem.simulator.node import SimulatedNode
 from tandem.simulator.outcome import AnswerLog, AnswerTimes, SimulationReport
 from tandem.simulator.pools import SimulatedPools
-from tandem.simulator.traffic import OWN_TEXT, PlayedTraffic
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.traffic import OWN_TEXT
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel, Holding, RequestFacts, Submit, TokenBatch, TurnEnded
@@ -45,7 +42,7 @@ _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 class SimulatedLinks:
-    """Takes the place of the router's sockets. Messages arrive at once, and none is lost."""
+    """Takes the place of the router's sockets. Messages arrive at once, and none is lost. No answer is kept, and no cache listed."""
 
     def __init__(self, on_holding: Callable[[Holding], None], on_joined: Callable[[NodeInfo], None]) -> None:
         self.endpoint = "sim://router"
@@ -55,26 +52,26 @@ class SimulatedLinks:
         self._on_joined = on_joined
         self._sent = 0
 
+    def _there(self, node: NodeInfo) -> SimulatedNode | None:
+        return self.pools.by_id.get(node.node_id) if self.pools is not None else None
+
     def submit(self, node: NodeInfo, submit: Submit) -> Position:
         self._sent += 1
         self.on_submit(submit)
-        if self.pools is not None and (there := self.pools.by_id.get(node.node_id)) is not None:
+        if (there := self._there(node)) is not None:
             there.deliver(submit)
         return Position(0, self._sent)
 
     def cancel(self, node: NodeInfo, request_id: str) -> None:
-        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
-        if there is not None and request_id in there.held():
+        if (there := self._there(node)) is not None and request_id in there.held():
             there.deliver(Cancel(self.endpoint, [request_id]))
 
     def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None:
-        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
-        if there is not None:
+        if (there := self._there(node)) is not None:
             there.deliver(TurnEnded(self.endpoint, request_id, job_id, called))
 
     def ask(self, node: NodeInfo) -> None:
-        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
-        if there is not None:
+        if (there := self._there(node)) is not None:
             holding = Holding(node.node_id, node.epoch, 0, self._sent, there.held())
             asyncio.get_running_loop().call_soon(self._on_holding, holding)
 
@@ -91,52 +88,9 @@ class SimulatedLinks:
     def list_cache(self, node: NodeInfo) -> None: ...
     def begin_anew(self, node: NodeInfo) -> None: ...
     def forget(self, node: NodeInfo) -> None: ...
-
-    def recall(self, node: NodeInfo, answer_id: str) -> None:
-        raise InternalError("no answer is kept in a simulation")
-
-    def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
-        raise InternalError("no answer is kept in a simulation")
-
-    def end_answer(self, node: NodeInfo, answer_id: str, error: WireError, *, forget: bool) -> None:
-        raise InternalError("no answer is kept in a simulation")
-
-
-class SimulationSetup(msgspec.Struct, frozen=True):
-    config: TandemConfig
-    costs: Mapping[Role, CostModel]
-    traffic: PlayedTraffic
-    slo: ServiceLevel | None = None
-    machines: int | None = None
-    by_steps: bool = False
-    one_machine: bool = False
-    cores: NodeCores = {}  # of the first nodes of each role; others have their own
-    # What a line of an endless batch asks for: as many as are idle run beside the traffic. None: there is no batch.
-    line: TraceRow | None = None
-    counted_from: float = 0.0  # what the nodes compute before is not in their share of busy time
-    # Give the run up when it is certain that a smaller share of the requests than this will keep the service level.
-    give_up_below: float = 0.0
-
-    def check(self) -> None:
-        if not self.config.pools.total:
-            raise ConfigurationError("there must be at least 1 node: --prefill N and --decode N, or --aggregated N")
-        if not self.config.pools.decode.first_size and not self.config.pools.aggregated.first_size:
-            raise ConfigurationError("without a decode node or an aggregated one no answer is written: --decode N")
-        if self.machines is not None and self.machines < self.config.pools.total:
-            raise ConfigurationError(
-                f"--machines must be at least {self.config.pools.total}, the nodes at the beginning, not {self.machines}"
-            )
-        if self.one_machine and self.machines is not None:
-            raise ConfigurationError(
-                "--machines gives each node a machine, and --one-machine one to all: give one of them"
-            )
-        for role in Role:
-            if self.config.pools.of(role).last_size and role not in self.costs:
-                raise ConfigurationError(f"there are no costs for {role.value} nodes")
-            costs = self.costs.get(role)
-            size = self.config.engine_of(role).cache.block_size
-            if costs is not None and costs.blocks * costs.block_size // size < 2:
-                raise ConfigurationError(f"{costs.name} has no room for two blocks of {size} tokens")
+    def recall(self, node: NodeInfo, answer_id: str) -> None: ...
+    def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None: ...
+    def end_answer(self, node: NodeInfo, answer_id: str, error: WireError, *, forget: bool) -> None: ...
 
 
 def simulate(
@@ -209,18 +163,8 @@ class _Simulation:
             RouterMetrics(),
             loop.time,
         )
-        self._pools = SimulatedPools(
-            self._config,
-            setup.costs,
-            Network(loop, setup.costs.get(Role.PREFILL, any_costs)),
-            self._outcome,
-            self._on_tokens,
-            self._on_members,
-            machines=setup.machines,
-            one_machine=setup.one_machine,
-            cores=setup.cores,
-            by_steps=setup.by_steps,
-        )
+        network = Network(loop, setup.costs.get(Role.PREFILL, any_costs))
+        self._pools = SimulatedPools(setup, network, self._outcome, self._on_tokens, self._on_members)
         links.pools = self._pools
 
     async def run(self) -> SimulationReport:

@@ -20,8 +20,9 @@ from tandem.router.page_state import PageState
 from tandem.router.recent import LATEST, RequestAccount
 from tandem.simulator.costs import CostModel
 from tandem.simulator.planner import PoolSizes
+from tandem.simulator.setup import SimulationSetup
 from tandem.simulator.show import progress
-from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
+from tandem.simulator.simulation import OnProgress, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 

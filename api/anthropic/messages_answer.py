@@ -8,25 +8,21 @@ from typing import Any
 import msgspec
 
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, PieceReader, json_pieces
-from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.generation_plan import AnswerParts, GenerationPlan
 from tandem.api.openai.reading import ReadChoice
 from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
-from tandem.api.text.tokenizer import Tokenizer
 
 
-def whole_message(
-    head: AnswerHead, plan: GenerationPlan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
-) -> Iterator[bytes]:
+def whole_message(parts: AnswerParts, read: Sequence[ReadChoice]) -> Iterator[bytes]:
     (one,) = read
     whole = Delta(one.text, finish_reason=one.choice.finish_reason, cut=one.choice.cut)
     blocks = _Blocks()
     return json_pieces(
         {
-            **_message(head),
-            "content": _whole_blocks(blocks, PieceReader(plan.reader()).read(whole)),
+            **_message(parts.head),
+            "content": _whole_blocks(blocks, PieceReader(parts.plan.reader()).read(whole)),
             **_end(one.choice, blocks),
-            "usage": _usage(plan, one.choice),
+            "usage": _usage(parts.plan, one.choice),
         }
     )
 
@@ -123,17 +119,10 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class MessageStream:
-    def __init__(
-        self,
-        head: AnswerHead,
-        plan: GenerationPlan,
-        request: ChatRequest,
-        choices: Sequence[Choice],
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._head = head
-        self._plan = plan
-        self._reader = PieceReader(plan.reader())
+    def __init__(self, parts: AnswerParts) -> None:
+        self._head = parts.head
+        self._plan = parts.plan
+        self._reader = PieceReader(parts.plan.reader())
         self._blocks = _Blocks()
         self._begun = False
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, PieceReader, event, json_at_once, json_pieces
+from tandem.api.openai.answer import Choice, Delta, PieceReader, event, json_at_once, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
+from tandem.api.openai.generation_plan import AnswerParts, StreamedUsage
 from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.api.openai.reading import ReadChoice, are_short
 from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
-from tandem.api.text.tokenizer import Tokenizer
 
 
 class ChatMessageMaker:
@@ -85,14 +84,13 @@ OBJECT = "chat.completion"
 CHUNK = "chat.completion.chunk"
 
 
-def whole_chat(
-    head: AnswerHead, plan: GenerationPlan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
-) -> bytes | Iterator[bytes]:
+def whole_chat(parts: AnswerParts, read: Sequence[ReadChoice]) -> bytes | Iterator[bytes]:
     """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
-    choices = (_choice(plan, request, one, tokenizer) for one in read)
+    plan = parts.plan
+    choices = (_choice(parts, one) for one in read)
     is_short = are_short(plan, read)
     body = {
-        **head.fields(OBJECT),
+        **parts.head.fields(OBJECT),
         "choices": list(choices) if is_short else choices,
         "usage": plan.usage([one.choice for one in read]),
     }
@@ -100,34 +98,35 @@ def whole_chat(
         body["prompt_token_ids"] = plan.prompts[0]
     if plan.prompt_logprobs is not None:
         found = read[0].choice.life.prompt_logprobs or []
-        body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, tokenizer, plan.prompt_logprobs)
+        body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, parts.tokenizer, plan.prompt_logprobs)
     return json_at_once(body) if is_short else json_pieces(body)
 
 
-def _choice(plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer) -> dict[str, Any]:
-    message, finish_reason = _message(plan, request, one)
+def _choice(parts: AnswerParts, one: ReadChoice) -> dict[str, Any]:
+    message, finish_reason = _message(parts, one)
+    request: ChatRequest = parts.request
     logprobs = None
     if request.logprobs:
         store = one.choice.life.ledger.logprobs
         as_ids = bool(request.return_tokens_as_token_ids)
-        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0, as_ids=as_ids)
+        logprobs = chat_logprobs(store, one.tokens, parts.tokenizer, request.top_logprobs or 0, as_ids=as_ids)
     return {
         "index": one.choice.index,
         "message": message,
         "logprobs": logprobs,
         "finish_reason": finish_reason,
         "stop_reason": one.choice.stop_reason,
-        **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
+        **({"token_ids": one.choice.token_ids} if parts.plan.return_token_ids else {}),
     }
 
 
-def _message(plan: GenerationPlan, request: ChatRequest, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
-    reader, reason = plan.reader(), one.choice.finish_reason
+def _message(parts: AnswerParts, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
+    reader, reason = parts.plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
     reading = PieceReader(reader)
     pieces = reading.read(Delta(one.text, finish_reason=reason, cut=one.choice.cut))
-    message = whole_message(pieces, reasoning=request.include_reasoning is not False)
+    message = whole_message(pieces, reasoning=parts.request.include_reasoning is not False)
     called = "tool_calls" in message and reason == "stop" and not reading.cut_call
     return message, "tool_calls" if called else reason
 
@@ -136,29 +135,19 @@ class ChatStream:
     """Writes a stream's events. The common event, one with nothing but text, is put together from two
     prepared halves."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        plan: GenerationPlan,
-        request: ChatRequest,
-        choices: Sequence[Choice],
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._head = head
-        self._request = request
-        self._tokenizer = tokenizer
-        self._usage = StreamedUsage(request.stream_options, plan, choices)
-        opening = msgspec.json.encode(head.fields(CHUNK))[:-1]
+    def __init__(self, parts: AnswerParts) -> None:
+        self._parts = parts
+        self._usage = StreamedUsage(parts)
+        opening = msgspec.json.encode(parts.head.fields(CHUNK))[:-1]
         self._before = [
-            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (opening, choice.index) for choice in choices
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (opening, choice.index) for choice in parts.choices
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
-        self._plan = plan
-        readers = [plan.reader() for _ in choices]
+        readers = [parts.plan.reader() for _ in parts.choices]
         self._readers = [PieceReader(reader) if reader is not None else None for reader in readers]
-        shows = request.include_reasoning is not False
-        self._messages = [ChatMessageMaker(reasoning=shows) for _ in choices]
+        shows = parts.request.include_reasoning is not False
+        self._messages = [ChatMessageMaker(reasoning=shows) for _ in parts.choices]
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         out = b""
@@ -194,21 +183,21 @@ class ChatStream:
     def _event(
         self, choice: Choice, content: dict[str, Any], *, delta: Delta | None = None, finish_reason: str | None = None
     ) -> bytes:
-        logprobs = None
+        request, plan, logprobs = self._parts.request, self._parts.plan, None
         if delta is not None and delta.tokens:
-            store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
-            as_ids = bool(self._request.return_tokens_as_token_ids)
-            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
+            store, top = choice.life.ledger.logprobs, request.top_logprobs or 0
+            as_ids = bool(request.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(store, delta.tokens, self._parts.tokenizer, top, as_ids=as_ids).joined()
         entry = {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             entry["stop_reason"] = choice.stop_reason
-        body = {**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()}
-        if self._plan.return_token_ids:
+        body = {**self._parts.head.fields(CHUNK), "choices": [entry], **self._usage.field()}
+        if plan.return_token_ids:
             if delta is not None:
                 entry["token_ids"] = delta.token_ids
             elif "role" in content:
-                body["prompt_token_ids"] = self._plan.prompts[0]
+                body["prompt_token_ids"] = plan.prompts[0]
         return event(body)
 
     def closing(self) -> bytes:
-        return self._usage.closing(self._head.fields(CHUNK)) + b"data: [DONE]\n\n"
+        return self._usage.closing(self._parts.head.fields(CHUNK)) + b"data: [DONE]\n\n"

@@ -7,38 +7,35 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, RawPieces, event, json_at_once, json_pieces
+from tandem.api.openai.answer import Choice, Delta, RawPieces, event, json_at_once, json_pieces
 from tandem.api.openai.completion_request import CompletionRequest
-from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
+from tandem.api.openai.generation_plan import AnswerParts, StreamedUsage
 from tandem.api.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.api.openai.reading import ReadChoice, are_short, keep_best
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 
 OBJECT = "text_completion"
 
 
-def whole_completion(
-    head: AnswerHead, plan: GenerationPlan, request: CompletionRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
-) -> bytes | Iterator[bytes]:
+def whole_completion(parts: AnswerParts, read: Sequence[ReadChoice]) -> bytes | Iterator[bytes]:
     """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
+    plan = parts.plan
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
-    choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))
+    choices = (_choice(parts, index, one) for index, one in enumerate(kept))
     is_short = are_short(plan, read)
     body = {
-        **head.fields(OBJECT),
+        **parts.head.fields(OBJECT),
         "choices": list(choices) if is_short else choices,
         "usage": plan.usage([one.choice for one in read]),
     }
     return json_at_once(body) if is_short else json_pieces(body)
 
 
-def _choice(
-    plan: GenerationPlan, request: CompletionRequest, index: int, one: ReadChoice, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def _choice(parts: AnswerParts, index: int, one: ReadChoice) -> dict[str, Any]:
+    plan = parts.plan
     prompt = one.choice.index // plan.choices_per_prompt
     shown = range(0) if plan.only_echo else one.tokens
-    logprobs = _logprobs(plan, request, one.choice, shown, tokenizer, first=True)
+    logprobs = _logprobs(parts, one.choice, shown, first=True)
     choice: dict[str, Any] = {
         "index": index,
         "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
@@ -51,25 +48,24 @@ def _choice(
         choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": shown_ids}
     if plan.prompt_logprobs is not None:
         found = one.choice.life.prompt_logprobs or []
-        choice["prompt_logprobs"] = prompt_logprobs(plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs)
+        choice["prompt_logprobs"] = prompt_logprobs(plan.prompts[prompt], found, parts.tokenizer, plan.prompt_logprobs)
     return choice
 
 
-def _logprobs(
-    plan: GenerationPlan, request: CompletionRequest, choice: Choice, shown: range, tokenizer: Tokenizer, *, first: bool
-) -> RawPieces | None:
+def _logprobs(parts: AnswerParts, choice: Choice, shown: range, *, first: bool) -> RawPieces | None:
+    request: CompletionRequest = parts.request
     if request.logprobs is None:
         return None
     prompt: Sequence[int] = ()
     found: Sequence[TokenLogprobs | None] = ()
     if first and request.echo:
-        prompt = plan.prompts[choice.index // plan.choices_per_prompt]
+        prompt = parts.plan.prompts[choice.index // parts.plan.choices_per_prompt]
         found = choice.life.prompt_logprobs or []
     return completion_logprobs(
         choice.life.ledger.logprobs,
         shown,
         choice.offsets,
-        tokenizer,
+        parts.tokenizer,
         request.logprobs,
         prompt,
         found,
@@ -78,22 +74,12 @@ def _logprobs(
 
 
 class CompletionStream:
-    def __init__(
-        self,
-        head: AnswerHead,
-        plan: GenerationPlan,
-        request: CompletionRequest,
-        choices: Sequence[Choice],
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._head = head
-        self._plan = plan
-        self._request = request
-        self._choices = choices
-        self._tokenizer = tokenizer
-        self._usage = StreamedUsage(request.stream_options, plan, choices)
-        opening = msgspec.json.encode(head.fields(OBJECT))[:-1]
-        self._before = [b'data: %b,"choices":[{"index":%d,"text":' % (opening, c.index) for c in choices]
+    def __init__(self, parts: AnswerParts) -> None:
+        self._parts = parts
+        self._plan = parts.plan
+        self._usage = StreamedUsage(parts)
+        opening = msgspec.json.encode(parts.head.fields(OBJECT))[:-1]
+        self._before = [b'data: %b,"choices":[{"index":%d,"text":' % (opening, c.index) for c in parts.choices]
         self._after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
 
@@ -108,9 +94,9 @@ class CompletionStream:
             text, shown, finish, stop = "", range(0), "length" if finish is not None else None, None
         if first:
             text = self._plan.prompt_texts[choice.index // self._plan.choices_per_prompt] + text
-        logprobs = _logprobs(self._plan, self._request, choice, shown, self._tokenizer, first=first)
+        logprobs = _logprobs(self._parts, choice, shown, first=first)
         body = {
-            **self._head.fields(OBJECT),
+            **self._parts.head.fields(OBJECT),
             "choices": [
                 {
                     "index": choice.index,
@@ -134,4 +120,4 @@ class CompletionStream:
         return shown
 
     def closing(self) -> bytes:
-        return self._usage.closing(self._head.fields(OBJECT)) + b"data: [DONE]\n\n"
+        return self._usage.closing(self._parts.head.fields(OBJECT)) + b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.api.answer_format import AnswerFormat
 from tandem.api.lives import ReadableLives
-from tandem.api.openai.answer import Choice, event
+from tandem.api.openai.answer import AnswerHead, Choice, event
 from tandem.api.openai.fields import StreamOptions
 from tandem.api.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.api.sequence import SequenceSpec
@@ -116,15 +116,26 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         return sum([len(spec.facts.prompt_token_ids) for spec in self.specs[:: self.choices_per_prompt]])
 
 
+class AnswerParts(msgspec.Struct, frozen=True):
+    """What an answer is written of, whichever API it belongs to."""
+
+    head: AnswerHead
+    plan: GenerationPlan
+    request: Any
+    choices: list[Choice]
+    tokenizer: Tokenizer
+
+
 class StreamedUsage:
     """Implements `stream_options.include_usage`: null in every event, and the figures in an event of their
     own at the end."""
 
-    def __init__(self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]) -> None:
-        self._included = plan.include_usage or bool(options and options.include_usage)
+    def __init__(self, parts: AnswerParts) -> None:
+        options: StreamOptions | None = parts.request.stream_options
+        self._included = parts.plan.include_usage or bool(options and options.include_usage)
         self.continuous = self._included and bool(options and options.continuous_usage_stats)
-        self._plan = plan
-        self._choices = choices
+        self._plan = parts.plan
+        self._choices = parts.choices
         self.null = b',"usage":null' if self._included else b""
 
     def field(self) -> dict[str, Any]:

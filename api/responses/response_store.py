@@ -158,9 +158,8 @@ class ResponseStore:
     def add(self, response: StoredResponse) -> None:
         owner, size = response.owner, response.size
         if not response.ended and not self._written.fits(owner, size):
-            whose = "this key's part of" if self._written.held + size <= self._most_bytes else "all of"
             raise StoreFull(
-                f"the responses that are being written take up {whose} what this router keeps of them "
+                f"the responses that are being written take up {self._written.part(size)} what this router keeps of them "
                 f"({self._most_bytes} bytes); send this one again later, or with store: false"
             )
         self._make_room(size)

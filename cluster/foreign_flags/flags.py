@@ -211,24 +211,12 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--max-model-len", "--context-length"), SettingFlag(("scheduler.max_model_len",), _thousands)),
     Flag(("--dtype",), sets("model.dtype", {"half": "float16", "float": "float32"})),
     Flag(("--tokenizer",), UnsupportedFlag("the tokenizer is the one in the model's folder: put the other one there")),
-    Flag(
-        ("--trust-remote-code",),
-        UnsupportedFlag(
-            "code that comes with a checkpoint is never run: use a model of a type that transformers knows"
-        ),
-        0,
-    ),
-    Flag(
-        ("--quantization", "-q"),
-        UnsupportedFlag("the checkpoint's config.json says how it is quantized: leave the flag out"),
-    ),
+    Flag(("--trust-remote-code",), UnsupportedFlag("code that comes with a checkpoint is never run: use a model of a type that transformers knows"), 0),
+    Flag(("--quantization", "-q"), UnsupportedFlag("the checkpoint's config.json says how it is quantized: leave the flag out")),
     Flag(("--load-format",), StandingFlag("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
     Flag(("--tokenizer-mode", "--config-format"), StandingFlag("files are read in Hugging Face's format", ("auto", "hf"))),
     Flag(("--tokenizer-revision", "--code-revision"), UnsupportedFlag("use `--revision`, which holds for all files of a model")),
-    Flag(
-        ("--hf-overrides", "--rope-scaling", "--rope-theta"),
-        UnsupportedFlag("put a config.json with the other values into the model's folder"),
-    ),
+    Flag(("--hf-overrides", "--rope-scaling", "--rope-theta"), UnsupportedFlag("put a config.json with the other values into the model's folder")),
     Flag(("--download-dir",), UnsupportedFlag("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
     Flag(("--hf-token",), UnsupportedFlag("set HF_TOKEN in the environment"), "?"),
     Flag(("--runner", "--task"), StandingFlag(_RUNNER, ("auto", "generate", "pooling", "embed"))),
@@ -248,10 +236,7 @@ VLLM: tuple[Flag, ...] = (
     ),
     Flag(("--kv-cache-memory-bytes", "--kv-cache-memory"), sets("cache.memory_bytes")),
     Flag(("--kv-cache-dtype",), sets("cache.dtype", {"fp8_e4m3": "fp8"})),
-    Flag(
-        ("--num-gpu-blocks-override", "--max-total-tokens"),
-        UnsupportedFlag("the KV cache is sized in bytes: --kv-memory SIZE, such as 4GiB"),
-    ),
+    Flag(("--num-gpu-blocks-override", "--max-total-tokens"), UnsupportedFlag("the KV cache is sized in bytes: --kv-memory SIZE, such as 4GiB")),
     Flag(("--block-size", "--page-size"), sets("cache.block_size")),
     Flag(("--enable-prefix-caching",), switches("cache.prefix_caching", "true"), 0),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), switches("cache.prefix_caching", "false"), 0),
@@ -273,11 +258,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--num-speculative-tokens",), sets("scheduler.num_speculative_tokens")),
     Flag(("--kv-offloading-size",), SettingFlag(("cache.tiers",), _offloading, "for each node")),
     Flag(("--cpu-offload-gb",), UnsupportedFlag("weights stay on the device: leave the flag out")),
-    Flag(
-        ("--enable-hierarchical-cache",),
-        UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'"),
-        0,
-    ),
+    Flag(("--enable-hierarchical-cache",), UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'"), 0),
     Flag(
         ("--kv-events-config",),
         SettingFlag(
@@ -287,15 +268,8 @@ VLLM: tuple[Flag, ...] = (
         ),
     ),
     Flag(("--swap-space",), UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'")),
-    Flag(
-        ("--enforce-eager", "--disable-cuda-graph"),
-        UnsupportedFlag("on GPUs decode steps are always captured as CUDA graphs: leave the flag out"),
-        0,
-    ),
-    Flag(
-        ("--compilation-config", "--optimization-level"),
-        UnsupportedFlag("models are not compiled: leave the flag out"),
-    ),
+    Flag(("--enforce-eager", "--disable-cuda-graph"), UnsupportedFlag("on GPUs decode steps are always captured as CUDA graphs: leave the flag out"), 0),
+    Flag(("--compilation-config", "--optimization-level"), UnsupportedFlag("models are not compiled: leave the flag out")),
     Flag(
         ("--attention-backend",),
         UnsupportedFlag("the device decides: FlashInfer on GPUs where it is installed, Tandem's kernels on CPUs: leave the flag out"),
@@ -304,10 +278,7 @@ VLLM: tuple[Flag, ...] = (
         ("--guided-decoding-backend", "--grammar-backend", "--structured-outputs-config"),
         UnsupportedFlag("llguidance enforces every grammar: leave the flag out"),
     ),
-    Flag(
-        ("--seed", "--random-seed"),
-        UnsupportedFlag("each request has its own `seed`, or gets a fresh one from the router: leave the flag out"),
-    ),
+    Flag(("--seed", "--random-seed"), UnsupportedFlag("each request has its own `seed`, or gets a fresh one from the router: leave the flag out")),
     # devices and machines
     Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets_all(_WIDTHS)),
     Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), sets_all(_STAGES)),
@@ -348,22 +319,11 @@ VLLM: tuple[Flag, ...] = (
         ("--ssl-ca-certs", "--ssl-cert-reqs"),
         UnsupportedFlag("clients show keys, not certificates: put a proxy that checks certificates in front of the router"),
     ),
-    Flag(
-        ("--enable-log-requests",),
-        UnsupportedFlag("the router's log has one line for each request, without its prompt: leave the flag out"),
-        0,
-    ),
-    Flag(
-        ("--disable-log-requests", "--no-enable-log-requests"),
-        StandingFlag("the router's log has one line for each request, without its prompt"),
-        0,
-    ),
+    Flag(("--enable-log-requests",), UnsupportedFlag("the router's log has one line for each request, without its prompt: leave the flag out"), 0),
+    Flag(("--disable-log-requests", "--no-enable-log-requests"), StandingFlag("the router's log has one line for each request, without its prompt"), 0),
     Flag(("--log-level", "--uvicorn-log-level"), sets("logs.level")),
     Flag(("--root-path",), UnsupportedFlag("let the proxy strip its own prefix: the router's paths begin with /v1")),
-    Flag(
-        ("--otlp-traces-endpoint",),
-        sets("router.tracing.otlp_endpoint", note="over HTTP, such as http://collector:4318"),
-    ),
+    Flag(("--otlp-traces-endpoint",), sets("router.tracing.otlp_endpoint", note="over HTTP, such as http://collector:4318")),
     Flag(("--enable-request-id-headers",), StandingFlag("every answer has its x-request-id"), 0),
     Flag(("--disable-log-stats",), StandingFlag("statistics are in /metrics, not in the log"), 0),
     Flag(("--enable-metrics",), StandingFlag("every router has /metrics"), 0),
@@ -386,14 +346,8 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--chat-template",), sets("router.chat_template")),
     Flag(("--generation-config", "--sampling-defaults"), sets("router.sampling_defaults", _SAMPLING)),
     Flag(("--enable-auto-tool-choice",), StandingFlag("a request that brings tools gets `tool_choice: auto`"), 0),
-    Flag(
-        ("--tool-call-parser",),
-        sets("router.tool_format", TOOL_FORMATS, "not needed: the format is found in the chat template"),
-    ),
-    Flag(
-        ("--reasoning-parser",),
-        sets("router.reasoning_format", REASONING_FORMATS, "not needed: the format is found in the chat template"),
-    ),
+    Flag(("--tool-call-parser",), sets("router.tool_format", TOOL_FORMATS, "not needed: the format is found in the chat template")),
+    Flag(("--reasoning-parser",), sets("router.reasoning_format", REASONING_FORMATS, "not needed: the format is found in the chat template")),
 )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class RayPlatform:
         )
         launcher = RayLauncher(config.timeouts.stop_s, namespace=self._namespace)
         store = RayStateStore(STATE, self._namespace)
-        return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model)
+        return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model=fix_model)
 
     async def exchange(self) -> ExchangeView | None:
         exchange = await exchange_of(self._name)

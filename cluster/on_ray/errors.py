@@ -1,11 +1,12 @@
-"""The only place that translates Ray's exceptions into Tandem's."""
+"""Asks Ray and its actors. The only place that translates Ray's exceptions into Tandem's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import ray
 from ray import exceptions as ray_exceptions
 
 from tandem.base.errors import InternalError, NodeLost, TandemError, Unavailable
@@ -48,6 +49,16 @@ def _last_words(error: ray_exceptions.RayActorError) -> str:
     line = str(error).strip().splitlines()[-1]
     detail = line.rpartition("Worker exit detail: ")[2]
     return detail.partition(" Some common causes")[0].strip() or type(error).__name__
+
+
+def find_actor(name: str, namespace: str) -> Any | None:
+    """Returns None if Ray's control store has no such actor, so Ray will not restart one either. Blocks until it answers."""
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError:
+        return None
+    except ray_exceptions.RayError as error:
+        raise translated(error) from error
 
 
 async def answer(ref: Awaitable[T]) -> T:

@@ -29,7 +29,7 @@ from tandem.base.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.base.settings import without_defaults
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ExchangePhase, ExchangeView
-from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.errors import answer, find_actor, translated
 from tandem.cluster.on_ray.neighbours import STATE
 from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore
@@ -90,13 +90,7 @@ async def exchange_of(name: str) -> ControllerExchange | None:
 
 async def _has_exchanger(name: str) -> bool:
     """Ray keeps the name of one that it restarts. There is none if the controller died, or Ray refused, when it was to be made."""
-    try:
-        await asyncio.to_thread(ray.get_actor, EXCHANGE, namespace_of(name))
-    except ValueError:
-        return False
-    except RayError as error:
-        raise translated(error) from error
-    return True
+    return await asyncio.to_thread(find_actor, EXCHANGE, namespace_of(name)) is not None
 
 
 async def parts_of(name: str) -> ControllerParts | None:
@@ -262,10 +256,7 @@ class Exchanger:
             await asyncio.sleep(_LOOK_S)
 
     async def _controller(self) -> Any | None:
-        try:
-            return await asyncio.to_thread(ray.get_actor, CONTROLLER, namespace_of(self._name))
-        except ValueError:
-            return None
+        return await asyncio.to_thread(find_actor, CONTROLLER, namespace_of(self._name))
 
     async def _until_it_serves(self, config: TandemConfig) -> str:
         """Waits until the new controller has served for `rollout.settle_s`. Returns why it did not within
@@ -281,10 +272,10 @@ class Exchanger:
         return f"it did not serve within {config.controller.start_s:g} s: {why or 'it did not stay'}"
 
     async def _why_not(self) -> str:
-        controller = await self._controller()
-        if controller is None:
-            return "its process has ended"
         try:
+            controller = await self._controller()
+            if controller is None:
+                return "its process has ended"
             told = controller.account_after.remote(0, ClusterStage.STOPPED.value, 0.0)
             account = msgspec.msgpack.decode(await asyncio.wait_for(answer(told), _ANSWER_S), type=ClusterAccount)
         except (TandemError, TimeoutError) as error:

@@ -19,7 +19,7 @@ from tandem.base.logs import LogPage, LogPosition
 from tandem.base.progress import Report
 from tandem.base.settings import without_defaults
 from tandem.cluster.launcher import Confirm, LogSource
-from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, find_actor, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.spread import NodePlacementGroup, group_of
 from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
@@ -130,12 +130,7 @@ class RayHandle:
                 raise translated(error) from error
 
     async def _running(self) -> Any | None:
-        try:
-            return await asyncio.to_thread(ray.get_actor, self._name, self._namespace)
-        except ValueError:
-            return None
-        except RayError as error:
-            raise translated(error) from error
+        return await asyncio.to_thread(find_actor, self._name, self._namespace)
 
     async def _is_the_same(self, actor: Any) -> bool:
         try:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
-from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.errors import answer, find_actor
 
 _ASK_S = 10.0
 _HIT_S = 60.0  # Ray first has to start a process on that machine
@@ -31,15 +30,13 @@ class Process(msgspec.Struct, frozen=True):
 
 async def find_process(name: str, namespace: str) -> Process:
     """Raises Unavailable when no such actor runs, NodeLost or DeadlineExceeded when the actor does not answer."""
+    actor = await asyncio.to_thread(find_actor, name, namespace)
+    if actor is None:
+        raise Unavailable(f"{name} is not running")
     try:
-        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
         told = await asyncio.wait_for(answer(actor.__ray_call__.remote(who_am_i)), _ASK_S)
-    except ValueError as error:
-        raise Unavailable(f"{name} is not running") from error
     except TimeoutError as error:
         raise DeadlineExceeded(f"{name} did not tell its process id within {_ASK_S:.0f} s") from error
-    except RayError as error:
-        raise translated(error) from error
     pid, started, machine = told
     return Process(name, pid, started, machine)
 

@@ -20,7 +20,7 @@ from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterEnd
 from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
-from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, find_actor, translated
 from tandem.cluster.on_ray.exchange import ControllerParts, is_being_exchanged, parts_of, refuse_while_exchanged
 from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
@@ -42,13 +42,7 @@ def _latest(name: str) -> RayStateStore:
 
 
 def _lookup(name: str) -> Any | None:
-    """Returns the controller's actor. None: Ray's control store has no such actor, so Ray will not restart one either."""
-    try:
-        return ray.get_actor(CONTROLLER, namespace_of(name))
-    except ValueError:
-        return None
-    except RayError as error:
-        raise translated(error) from error
+    return find_actor(CONTROLLER, namespace_of(name))
 
 
 def standing() -> list[str]:

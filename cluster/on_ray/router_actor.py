@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from tandem.base.errors import Unavailable
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
-from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.errors import answer, find_actor
 from tandem.cluster.on_ray.runtime import CONTROLLER
 from tandem.router.hosting import RouterHost
 
@@ -24,19 +22,10 @@ class RayControl:
         self._namespace = namespace
 
     async def act(self, action: str, body: bytes) -> bytes:
-        controller = await asyncio.to_thread(_controller, self._namespace)
+        controller = await asyncio.to_thread(find_actor, CONTROLLER, self._namespace)
+        if controller is None:
+            raise Unavailable("the cluster has no controller just now: it goes on serving; try again in a few seconds")
         return bytes(await answer(controller.act.remote(action, body)))
-
-
-def _controller(namespace: str) -> Any:
-    try:
-        return ray.get_actor(CONTROLLER, namespace)
-    except ValueError:
-        raise Unavailable(
-            "the cluster has no controller just now: it goes on serving; try again in a few seconds"
-        ) from None
-    except RayError as error:
-        raise translated(error) from error
 
 
 @ray.remote(max_restarts=0)

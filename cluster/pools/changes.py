@@ -18,24 +18,8 @@ _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debu
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller")
 _OF_ROUTERS = ("router",)
 _OF_CONTROLLER = ("controller.env",)
-# Whether nodes are replaced when the setting changes.
-_OF_POOLS = {
-    "threads": True,
-    "tensor_parallel": True,
-    "pipeline_parallel": True,
-    "context_parallel": True,
-    "machines": True,
-    "env": True,
-    "transfer_options": True,
-    "cache": True,
-    "scheduler": True,
-    "engine_args": True,
-    "resources": True,
-    "label_selector": True,
-    "min": False,
-    "max": False,
-    "nodes": False,
-}
+# Of a pool: nodes read all of its settings at their start, but these.
+_AT_ONCE_OF_POOLS = ("min", "max", "nodes")
 
 
 class ConfigDifference(msgspec.Struct, frozen=True):
@@ -84,10 +68,9 @@ def _kind(name: str) -> str:
         return "at_once"
     if within(_OF_ROUTERS):
         return "routers"
-    section, _, of_pool = name.partition(".")
-    setting = of_pool.partition(".")[2].partition(".")[0]
-    if section == "pools" and setting in _OF_POOLS:
-        return "nodes" if _OF_POOLS[setting] else "at_once"
+    match name.split("."):
+        case ["pools", _, setting, *_]:
+            return "at_once" if setting in _AT_ONCE_OF_POOLS else "nodes"
     return "refused"
 
 

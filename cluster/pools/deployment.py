@@ -3,71 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 
 import httpx
 
 from tandem.base.errors import DeadlineExceeded
-from tandem.cluster.config import TandemConfig
-from tandem.cluster.events import Events
-from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.orders import Control
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.tasks import Clock
-
-logger = logging.getLogger(__name__)
 
 _VIEW_WAIT_S = 30.0
 _HEALTH_WAIT_S = 30.0
 _HEALTH_PERIOD_S = 0.05
 
 
-class Deployment:
-    """Must be constructed inside a running event loop. The owner may call `stop` at any time, and must call it once."""
-
-    def __init__(
-        self,
-        config: TandemConfig,
-        hosts: Hosts,
-        launcher: Launcher,
-        store: StateStore,
-        events: Events,
-        fix_model: FixModel = as_it_is,
-    ) -> None:
-        self.config = config
-        self.controller = Controller(config, hosts, launcher, store, events, fix_model=fix_model)
+class Deployment(Controller):
+    """A controller that has started when its routers answer. Its owner may call `stop` at any time, and must call it once."""
 
     @property
     def control(self) -> Control:
-        return self.controller
-
-    @property
-    def url(self) -> str:
-        return self.controller.url
+        return self
 
     @property
     def model_name(self) -> str:
-        return self.config.router.model_name
+        return self._config.router.model_name
 
     async def start(self) -> None:
         """Returns when a request that is sent now is answered and can reach every node that serves."""
-        await self.controller.start()
+        await super().start()
         await self._until_it_answers()
 
     async def recovered(self) -> None:
         """Returns when the deployment answers, after `start` has failed."""
         while True:
-            await self.controller.recovered()
+            await super().recovered()
             with contextlib.suppress(DeadlineExceeded):
                 return await self._until_it_answers()
 
-    async def failed(self) -> str:
-        """Returns the reason when the controller no longer repairs the deployment."""
-        return await self.controller.failed()
-
     async def _until_it_answers(self) -> None:
         """Routers and nodes have started. Waits until every router hears every node, then until /health answers 200."""
-        await self.controller.until_in_view(_VIEW_WAIT_S)
+        await self.until_in_view(_VIEW_WAIT_S)
         await self._first_health()
 
     async def _first_health(self) -> None:
@@ -88,9 +62,3 @@ class Deployment:
         raise DeadlineExceeded(
             f"everything has started, but {self.url}/health did not answer 200 within {_HEALTH_WAIT_S:.0f} s: {last}"
         )
-
-    async def drain(self) -> bool:
-        return await self.controller.drain()
-
-    async def stop(self) -> None:
-        await self.controller.stop()

@@ -51,22 +51,16 @@ def rows(record: TraceRecord) -> list[AccountRow]:
 
 
 def _folded(party: str, spans: Iterable[Span], folded: frozenset[TracePhase]) -> list[AccountRow]:
-    singles: list[AccountRow] = []
-    runs: dict[TracePhase, list[Span]] = {}
+    runs: dict[object, list[Span]] = {}
     for span in spans:
-        if span.phase in folded:
-            runs.setdefault(span.phase, []).append(span)
-        else:
-            singles.append(
-                AccountRow(party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds)
-            )
-    return singles + [_run(party, phase, run) for phase, run in runs.items()]
+        runs.setdefault(span.phase if span.phase in folded else id(span), []).append(span)
+    return [_run(party, run) for run in runs.values()]
 
 
-def _run(party: str, phase: TracePhase, run: Sequence[Span]) -> AccountRow:
+def _run(party: str, run: Sequence[Span]) -> AccountRow:
     return AccountRow(
         party,
-        phase,
+        run[0].phase,
         min(span.start for span in run),
         max(span.end for span in run),
         len(run),

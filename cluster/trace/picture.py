@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tandem.cluster.saving import new_figure
 from tandem.cluster.trace.account import ROUTER, end_of, first_token_s
+from tandem.cluster.trace.phases import PHASES
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.tracing import Span, TracePhase
 
@@ -13,26 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {
-    TracePhase.READ: "#9aa5b1",
-    TracePhase.TOKENIZE: "#7b8794",
-    TracePhase.WAIT: "#e6b800",
-    TracePhase.ROUTE: "#52606d",
-    TracePhase.FLUSH: "#17a2b8",
-    TracePhase.INBOX: "#cbd2d9",
-    TracePhase.QUEUE: "#e6b800",
-    TracePhase.PREEMPTED: "#c0392b",
-    TracePhase.STEP: "#d9e2ec",
-    TracePhase.PREFILL: "#2f6fde",
-    TracePhase.DECODE: "#2e9e5b",
-    TracePhase.RESUME: "#f0803c",
-    TracePhase.HANDSHAKE: "#c8a2e8",
-    TracePhase.REGISTER: "#d6a2e8",
-    TracePhase.PLAN: "#e4c1f9",
-    TracePhase.WRITE: "#9b59b6",
-    TracePhase.NOTICE: "#6c3483",
-    TracePhase.RECEIVE: "#c39bd3",
-}
 # If the whole is this many times as long as the beginning, the beginning gets a panel of its own: it would be a line at the left edge.
 _LONG = 4.0
 
@@ -81,7 +62,7 @@ def _draw(axes: Axes, record: TraceRecord, lanes: list[tuple[str, TracePhase, li
             for span in spans
             if span.start - record.began <= length
         ]
-        axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=_COLORS[phase], edgecolor="white", linewidth=0.3)
+        axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=PHASES[phase].color, edgecolor="white", linewidth=0.3)
     first = first_token_s(record)
     if first is not None and first <= length:
         axes.axvline(first * 1e3, color="black", linewidth=0.8, linestyle="--")

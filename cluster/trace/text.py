@@ -10,21 +10,11 @@ from rich.text import Text
 
 from tandem.cluster.describe import format_size
 from tandem.cluster.trace.account import AccountRow, end_of, first_token_s, handover, rows, sent_whole_s
+from tandem.cluster.trace.phases import PHASES
 from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.wire.tracing import TracePhase, TransferRecord
 
 _BAR = 40
-_COLORS = {
-    TracePhase.PREFILL: "blue",
-    TracePhase.DECODE: "green",
-    TracePhase.WRITE: "magenta",
-    TracePhase.NOTICE: "magenta",
-    TracePhase.RECEIVE: "magenta",
-    TracePhase.FLUSH: "cyan",
-    TracePhase.QUEUE: "yellow",
-    TracePhase.PREEMPTED: "red",
-    TracePhase.WAIT: "yellow",
-}
 
 
 def show_trace(console: Console, record: TraceRecord) -> None:
@@ -58,7 +48,7 @@ def _timeline(record: TraceRecord) -> Table:
     table.add_column("", overflow="fold")
     for row in rows(record):
         name = row.phase.value if row.count == 1 else f"{row.phase.value} ×{row.count}"
-        bar = Text(_bar(row, record.began, length), style=_COLORS.get(row.phase, "white"))
+        bar = Text(_bar(row, record.began, length), style=PHASES[row.phase].style)
         table.add_row(row.party, name, _ms(row.start - record.began), _ms(row.end - row.start), bar, _detail(row))
     return table
 

@@ -12,6 +12,8 @@ from statistics import median
 
 import msgspec
 
+from tandem.cluster.trace.account import end_of
+from tandem.cluster.trace.phases import PHASES
 from tandem.router.policy.choose import Alternative
 from tandem.router.recent import RequestAccount, Targets, cause_of, parts_of
 from tandem.router.tracing.record import NodePart, TraceRecord
@@ -19,47 +21,7 @@ from tandem.wire.tracing import Span, TracePhase
 
 BETWEEN = "on the way between processes"
 
-# A moment that several phases cover is attributed to the first of them in this order.
-_ORDER = (
-    TracePhase.PREFILL,
-    TracePhase.DECODE,
-    TracePhase.READ,
-    TracePhase.TOKENIZE,
-    TracePhase.WAIT,
-    TracePhase.ROUTE,
-    TracePhase.PREEMPTED,
-    TracePhase.STEP,
-    TracePhase.QUEUE,
-    TracePhase.INBOX,
-    TracePhase.RESUME,
-    TracePhase.NOTICE,
-    TracePhase.WRITE,
-    TracePhase.REGISTER,
-    TracePhase.HANDSHAKE,
-    TracePhase.PLAN,
-    TracePhase.RECEIVE,
-    TracePhase.FLUSH,
-)
-_NAMES = {
-    TracePhase.READ: "reading and checking the request",
-    TracePhase.TOKENIZE: "template and tokens",
-    TracePhase.WAIT: "in the router's line, for a place",
-    TracePhase.ROUTE: "choosing nodes and telling them",
-    TracePhase.INBOX: "until the step under way was over",
-    TracePhase.QUEUE: "in the node's line",
-    TracePhase.PREEMPTED: "in line again, after it lost its blocks",
-    TracePhase.PREFILL: "computing the prompt",
-    TracePhase.DECODE: "computing the answer",
-    TracePhase.STEP: "planning and booking steps",
-    TracePhase.RESUME: "until the next step, after its KV arrived",
-    TracePhase.HANDSHAKE: "the handshake of the two nodes",
-    TracePhase.REGISTER: "registering its blocks with the prefill node",
-    TracePhase.PLAN: "until the first KV could be sent",
-    TracePhase.WRITE: "sending KV",
-    TracePhase.NOTICE: "the notice that all KV has arrived",
-    TracePhase.RECEIVE: "waiting for KV",
-    TracePhase.FLUSH: "text, to the connection",
-}
+_RANKS = {phase: rank for rank, phase in enumerate(PHASES)}
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -105,7 +67,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain(record: TraceRecord) -> Explanation:
-    ended = record.ended if record.ended is not None else _last_moment(record)
+    ended = record.ended if record.ended is not None else end_of(record)
     first = min((arrival.at for arrival in record.arrivals), default=None)
     turn = min(first, ended) if first is not None else ended
     before = _reasons(record, record.began, turn)
@@ -176,7 +138,7 @@ def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
         live = [one for one in live if one[2].end > left]
         if live:
             _, where, span = min(live, key=lambda one: one[0])
-            key = (where, _NAMES[span.phase])
+            key = (where, PHASES[span.phase].what)
             used.setdefault(key, {})[id(span)] = span
         else:
             key = ("", BETWEEN)
@@ -196,13 +158,13 @@ def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
 
 def _ranked(record: TraceRecord) -> Iterator[tuple[int, str, Span]]:
     for span in record.router:
-        yield _ORDER.index(span.phase), "router", span
+        yield _RANKS[span.phase], "router", span
     for part in record.nodes:
         # While a decode node waits for KV, its own line delays nothing: the prefill node's work counts.
         receives = any(span.phase is TracePhase.RECEIVE for span in part.spans)
         for span in part.spans:
-            later = len(_ORDER) if receives and span.phase in (TracePhase.QUEUE, TracePhase.INBOX) else 0
-            yield _ORDER.index(span.phase) + later, part.node_id, span
+            later = len(_RANKS) if receives and span.phase in (TracePhase.QUEUE, TracePhase.INBOX) else 0
+            yield _RANKS[span.phase] + later, part.node_id, span
 
 
 def _detail(spans: list[Span]) -> str:
@@ -240,11 +202,6 @@ def _alternative(one: Alternative) -> str:
     if one.cached_tokens:
         parts.append(f"{one.cached_tokens} tokens cached")
     return f"{one.node_id}{' (chosen)' if one.chosen else ''}: {', '.join(parts)}"
-
-
-def _last_moment(record: TraceRecord) -> float:
-    spans = [*record.router, *(span for part in record.nodes for span in part.spans)]
-    return max((span.end for span in spans), default=record.began)
 
 
 def _remarks(record: TraceRecord) -> Iterator[str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from urllib.parse import parse_qs
-
 from tandem.api.batches import batch_request, messages
 from tandem.api.field_table import FieldTable
-from tandem.base.errors import InvalidRequest
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.stored_files import FileNotHere
 from tandem.router.http.exchange import HttpExchange
@@ -39,19 +35,3 @@ async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, o
         await exchange.until_disconnect(write)
     finally:
         thread.soon(lambda _: file.close())
-
-
-class Query:
-    def __init__(self, exchange: HttpExchange) -> None:
-        self._values = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-
-    def text(self, name: str) -> str | None:
-        return self._values.get(name, [None])[0] or None
-
-    def number(self, name: str, usual: int, most: int) -> int:
-        text = self.text(name)
-        if text is None:
-            return usual
-        if re.fullmatch("[0-9]{1,6}", text) is None or not 1 <= int(text) <= most:
-            raise InvalidRequest(f"{name}: must be from 1 to {most}, not {text[:40]!r}", name)
-        return int(text)

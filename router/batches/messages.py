@@ -7,14 +7,14 @@ import os
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.api.batches.messages import ENDPOINT, MessageBatchDeleted, MessageBatchList, MessageBatchRequest, shown
 from tandem.base.errors import InvalidRequest
-from tandem.router.batches.answering import FIELDS, Query, send_file
+from tandem.router.batches.answering import FIELDS, send_file
 from tandem.router.batches.job_files import MOST_LINES
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore, Form
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.uploads import room
 from tandem.router.http.body import read_body
-from tandem.router.http.exchange import HttpExchange, send_json
+from tandem.router.http.exchange import HttpExchange, Query, send_json
 from tandem.router.http.services import Services
 
 FORM: Form = "anthropic"

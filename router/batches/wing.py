@@ -12,20 +12,25 @@ from tandem.api.batches.answer_types import BatchList, BatchObject, FileDeleted,
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.api.batches.messages import MessageBatch, MessageBatchDeleted, MessageBatchList, MessageBatchRequest
 from tandem.router.batches import messages
-from tandem.router.batches.answering import FIELDS, Query, send_file
+from tandem.router.batches.answering import FIELDS, send_file
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.uploads import upload
-from tandem.router.http.api_document import operation
 from tandem.router.http.body import read_body
-from tandem.router.http.exchange import HttpExchange, send_json
+from tandem.router.http.exchange import HttpExchange, Query, send_json
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MOST_IN_PAGE, USUAL_PAGE = 10_000, 20
 MOST_BATCHES_IN_PAGE = 100
+
+_ERRORS = ("400", "401", "404", "503", "507")
+_BODY_ERRORS = (*_ERRORS, "408", "413", "415")
+_MESSAGE = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60}
+_of_messages = partial(ApiOperation, errors=_ERRORS, error=MessagesError)
 
 
 def state_folder(folder: str, model_name: str) -> Path:
@@ -37,7 +42,34 @@ def state_folder(folder: str, model_name: str) -> Path:
 
 
 class Batches(RouterWing):
-    document = WingDocument()
+    # fmt: off
+    operations = (
+        ApiOperation("get", "/v1/files", "The files of this key", FileList, errors=_ERRORS),
+        # Its body is multipart/form-data, of which the page to try the API has no form.
+        ApiOperation(
+            "post", "/v1/files", "Keep a file, sent as a form with `file` and `purpose`", FileObject,
+            errors=(*_ERRORS, "408", "413"),
+        ),
+        ApiOperation("get", "/v1/files/{file_id}", "One file's name and size", FileObject, errors=_ERRORS),
+        ApiOperation("delete", "/v1/files/{file_id}", "Delete it", FileDeleted, errors=_ERRORS),
+        ApiOperation("get", "/v1/batches", "The batches of this key, the newest first", BatchList, errors=_ERRORS),
+        ApiOperation(
+            "post", "/v1/batches", "Have a file of requests answered when the cluster is idle", BatchObject, BatchRequest,
+            _BODY_ERRORS, example={"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
+        ),
+        ApiOperation("get", "/v1/batches/{batch_id}", "One batch, as it is now", BatchObject, errors=_ERRORS),
+        ApiOperation("post", "/v1/batches/{batch_id}/cancel", "Answer no more of its lines", BatchObject, errors=_ERRORS),
+        _of_messages("get", "/v1/messages/batches", "The batches of messages, the newest first", MessageBatchList),
+        _of_messages(
+            "post", "/v1/messages/batches", "Have messages answered when the cluster is idle", MessageBatch,
+            request=MessageBatchRequest, errors=_BODY_ERRORS,
+            example={"requests": [{"custom_id": "a", "params": _MESSAGE}]},
+        ),
+        _of_messages("get", "/v1/messages/batches/{batch_id}", "One batch of messages", MessageBatch),
+        _of_messages("delete", "/v1/messages/batches/{batch_id}", "Forget it", MessageBatchDeleted),
+        _of_messages("post", "/v1/messages/batches/{batch_id}/cancel", "Answer no more of it", MessageBatch),
+    )
+    # fmt: on
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
@@ -135,83 +167,5 @@ async def cancel(wing: Batches, services: Services, exchange: HttpExchange) -> N
     wing.runner.wake()
     await send_json(exchange.send, cancelled)
 
-
-_ERRORS = ("400", "401", "404", "503", "507")
-
-Batches.document = WingDocument(
-    types=(
-        BatchRequest,
-        BatchObject,
-        BatchList,
-        FileObject,
-        FileList,
-        FileDeleted,
-        MessageBatchRequest,
-        MessageBatch,
-        MessageBatchList,
-        MessageBatchDeleted,
-    ),
-    paths={
-        "/v1/files": {
-            "get": operation("The files of this key", None, FileList, _ERRORS),
-            # Its body is multipart/form-data, of which the page to try the API has no form.
-            "post": operation(
-                "Keep a file, sent as a form with `file` and `purpose`", None, FileObject, (*_ERRORS, "408", "413")
-            ),
-        },
-        "/v1/files/{file_id}": {
-            "get": operation("One file's name and size", None, FileObject, _ERRORS, parameter="file_id"),
-            "delete": operation("Delete it", None, FileDeleted, _ERRORS, parameter="file_id"),
-        },
-        "/v1/batches": {
-            "get": operation("The batches of this key, the newest first", None, BatchList, _ERRORS),
-            "post": operation(
-                "Have a file of requests answered when the cluster is idle",
-                BatchRequest,
-                BatchObject,
-                (*_ERRORS, "408", "413", "415"),
-            ),
-        },
-        "/v1/batches/{batch_id}": {
-            "get": operation("One batch, as it is now", None, BatchObject, _ERRORS, parameter="batch_id")
-        },
-        "/v1/batches/{batch_id}/cancel": {
-            "post": operation("Answer no more of its lines", None, BatchObject, _ERRORS, parameter="batch_id")
-        },
-        "/v1/messages/batches": {
-            "get": operation(
-                "The batches of messages, the newest first", None, MessageBatchList, _ERRORS, error=MessagesError
-            ),
-            "post": operation(
-                "Have messages answered when the cluster is idle",
-                MessageBatchRequest,
-                MessageBatch,
-                (*_ERRORS, "408", "413", "415"),
-                error=MessagesError,
-            ),
-        },
-        "/v1/messages/batches/{batch_id}": {
-            "get": operation(
-                "One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError
-            ),
-            "delete": operation(
-                "Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id", error=MessagesError
-            ),
-        },
-        "/v1/messages/batches/{batch_id}/cancel": {
-            "post": operation(
-                "Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError
-            )
-        },
-    },
-    examples={
-        "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
-        "/v1/messages/batches": {
-            "requests": [
-                {"custom_id": "a", "params": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60}}
-            ]
-        },
-    },
-)
 
 WING = Batches

@@ -14,11 +14,9 @@ life         one request from its first submission to its one end, across attemp
 node_choice  to which nodes a request may go next
 placement    one attempt on one pair of nodes
 reports      what nodes report of a request's prompt
-lives        which request runs where
-job_homes    which nodes pin an agent's last turn
+lives        which request runs where; which nodes pin an agent's last turn; answers that nodes keep and other routers began
 generation   the lives of one HTTP request, as its handler reads them
 dispatcher   starts the lives of HTTP requests, and finds the life that a node's message belongs to
-followed     answers that nodes keep and other routers began, as the dispatcher knows them
 """
 
 from tandem.router.dispatch.dispatcher import Dispatcher

@@ -144,7 +144,7 @@ class Admission:
             slots.wanted = 0  # it never joined the line
             slots.release_all()
             self._accounts.leave(account)
-            self._metrics.refusals.labels(reason="queue_full").inc()
+            self._metrics.refusals.inc("queue_full")
             raise QueueFull(why, self.waits.retry_after_s(tenant))
         if slots.wanted:
             self._line.join(slots, now)
@@ -165,7 +165,7 @@ class Admission:
                 await slots.first
         except TimeoutError:
             slots.release_all()
-            self._metrics.deadlines.labels(phase="queue").inc()
+            self._metrics.deadlines.inc("queue")
             what = "requests are paused" if self._is_paused() else "no node had room for the request"
             why = f"{what}, and it waited for {max(0.0, timeout):.0f} s"
             retry_after_s = self.waits.retry_after_s(slots.account.name)

@@ -11,9 +11,9 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission
-from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.lives import FollowedAnswers
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.slots import AskedPlaces, Slots
 from tandem.router.links import Links

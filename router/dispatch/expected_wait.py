@@ -61,7 +61,7 @@ class ExpectedWait:
         tenant = slots.account.name
         at_nodes = self._readers.line_wait_s()
         if most is not None and (wait := at_nodes + self._in_line_s(tenant)) > most:
-            self._metrics.refusals.labels(reason="long_wait").inc()
+            self._metrics.refusals.inc("long_wait")
             raise QueueFull(
                 f"a request would wait for about {wait:.1f} s before its prompt is read; router.admit_within is {most:g} s",
                 _in_bounds(wait - most),
@@ -72,7 +72,7 @@ class ExpectedWait:
         wait = at_nodes + self._in_line_s(tenant, self._line.before(slots))
         reading, left = self.reading_s(slots), slots.first_by - now
         if wait + reading > left:
-            self._metrics.refusals.labels(reason="deadline").inc()
+            self._metrics.refusals.inc("deadline")
             raise DeadlineOutOfReach(
                 f"its first token is expected in {wait + reading:.1f} s, of which {reading:.1f} s are for reading its prompt, "
                 f"and its X-Tandem-Deadline leaves {max(0.0, left):.1f} s",

@@ -151,7 +151,7 @@ class RequestTimings:
         if not self._is_measured:
             self.first_token_at = self._last_token_at = now
             return now
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.generation_tokens.inc(count=count)
         if self._last_token_at is not None:
             gap = now - self._last_token_at
             self._metrics.inter_token_latency.observe(gap)
@@ -161,7 +161,7 @@ class RequestTimings:
             self.first_token_at = now
             self._metrics.time_to_first_token.observe(now - self.arrived_at)
             self._metrics.queue_time.observe(self._router_wait_s + self.node_wait_s)
-            self._metrics.prompt_tokens.inc(len(self._spec.facts.prompt_token_ids))
+            self._metrics.prompt_tokens.inc(count=len(self._spec.facts.prompt_token_ids))
         self._last_token_at = now
         return now
 

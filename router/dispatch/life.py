@@ -316,7 +316,7 @@ class RequestLife:
             self.fail(error)
             return
         self.failovers += not for_now
-        self._metrics.failovers.labels(reason=error.code).inc()
+        self._metrics.failovers.inc(error.code)
         logger.warning(
             "%s: %s; going on elsewhere after %d tokens (failover %d of %d)",
             self.spec.label, error, len(self.ledger.tokens), self.failovers, self._placement.config.max_failovers,
@@ -423,10 +423,10 @@ class RequestLife:
             if self.attempt is attempt:
                 self._arm()
         elif name == "failover_wait":
-            self._metrics.deadlines.labels(phase=name).inc()
+            self._metrics.deadlines.inc(name)
             self.fail(self._last_failure or Unavailable("no node is ready"))
         else:
-            self._metrics.deadlines.labels(phase=name).inc()
+            self._metrics.deadlines.inc(name)
             self.fail(DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows"))
 
     def _working(self, attempt: Attempt) -> list[NodeInfo]:
@@ -454,7 +454,7 @@ class RequestLife:
         if not silent:
             self._ask(attempt)
             return
-        self._metrics.deadlines.labels(phase="token_idle").inc()
+        self._metrics.deadlines.inc("token_idle")
         names = ", ".join(node.node_id for node in silent)
         self._fail_over(
             NodeLost(f"no token for {self._timeouts.token_idle:g} s, and no answer from {names}"),

@@ -1,4 +1,5 @@
-"""Which request's life runs on which nodes, which one waits for a node, and which attempts ended just now."""
+"""Which request's life runs on which nodes, which one waits for a node, and which attempts ended just now; which nodes keep the last turns of
+jobs; and the answers that have no life here."""
 
 from __future__ import annotations
 
@@ -6,13 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from tandem.base.errors import TandemError
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import Recalled, TokenChunk
 
 L = TypeVar("L")  # A request's life. This module only stores it.
 
 # How long chunks of an ended request may arrive. A node that sends later missed the Cancel.
 LATE_CHUNK_S = 1.0
 REMEMBERED_ENDS = 8192
+REMEMBERED_JOBS = 16384
 
 
 class Lives(Generic[L]):
@@ -75,3 +79,45 @@ class Lives(Generic[L]):
 
     def ended_just_now(self, request_id: str) -> bool:
         return self._clock() - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S
+
+
+class JobHomes:
+    """Which nodes pin the last turn of a job, as they were announced: its next turn goes there."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # By job: the nodes, and until when.
+        self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()
+
+    def remember(self, job_id: str, nodes: Sequence[NodeInfo], *, is_last_step: bool) -> None:
+        self._homes.pop(job_id, None)
+        pinning = {node.node_id: node.pin_seconds for node in nodes if node.pin_seconds}
+        if pinning and not is_last_step:
+            self._homes[job_id] = frozenset(pinning), self._clock() + max(pinning.values())
+            if len(self._homes) > REMEMBERED_JOBS:
+                self._homes.popitem(last=False)
+
+    def of(self, job_id: str | None) -> frozenset[str]:
+        """Empty when no pin is known or it has ended."""
+        nodes, until = self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
+        return nodes if self._clock() < until else frozenset()
+
+
+class FollowedAnswers:
+    """Answers that are read here and have no life here: nodes keep them, and other routers began them. None, unless a wing reads some.
+    Told of everything that nodes say of them, on the event loop."""
+
+    def on_recalled(self, message: Recalled) -> None:
+        """A node says whether it keeps an answer."""
+
+    def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> bool:
+        """Returns whether the chunk, which belongs to no life, is of an answer that is read here."""
+        return False
+
+    def on_line_broken(self, node: NodeInfo) -> None:
+        """The node's messages may have been lost."""
+
+    def on_node_lost(self, node: NodeInfo, why: str) -> None: ...
+
+    def leave_all(self, error: TandemError) -> None:
+        """This router ends."""

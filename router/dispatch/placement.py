@@ -19,8 +19,7 @@ import msgspec
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.job_homes import JobHomes
-from tandem.router.dispatch.lives import L, Lives
+from tandem.router.dispatch.lives import JobHomes, L, Lives
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Alternative, Chooser

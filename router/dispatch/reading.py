@@ -20,28 +20,19 @@ class Readers(Protocol):
 
     def line_wait_s(self) -> float:
         """How long a prompt that arrives now waits on a node before it is begun."""
-        ...
+        return 0.0
 
     def read_tokens_per_s(self) -> float:
         """How many tokens all nodes together read."""
-        ...
+        return 0.0
 
     def reading_s(self, tokens: float) -> float:
         """How long one node reads so many tokens."""
-        ...
+        return 0.0
 
 
-class NoReaders:
+class NoReaders(Readers):
     """Nothing is known of any node."""
-
-    def line_wait_s(self) -> float:
-        return 0.0
-
-    def read_tokens_per_s(self) -> float:
-        return 0.0
-
-    def reading_s(self, tokens: float) -> float:
-        return 0.0
 
 
 class ReadingShares:

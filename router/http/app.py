@@ -14,7 +14,6 @@ from tandem.router.http import admin_routes, api_document, other_paths, status_r
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.gate import HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate
-from tandem.router.http.hosts import OwnHosts
 from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
@@ -88,17 +87,8 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         Route(path, HttpRoute(path, partial(handler, services), instead), methods=methods)
         for path, handler, methods in table
     ]
+    right = partial(instead_of, known=frozenset(path for path, *_ in table))
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
-    hosts = OwnHosts(services.config.host, services.config.cors_origins)
-    right = partial(instead_of, known=frozenset(path for path, *_ in table))
-    gate = HttpGate(
-        HttpRoutes(routes),
-        services.keys,
-        services.metrics,
-        hosts,
-        services.dispatcher.recent,
-        right,
-        services.error_forms,
-    )
+    gate = HttpGate(HttpRoutes(routes), services, right)
     return _with_cors(gate, services.config.cors_origins)

@@ -74,9 +74,8 @@ class BodyBudget:
     def take(self, owner: str, size: int, has: int) -> None:
         if not self._shares.fits(owner, size, has=has):
             self._on_refused()
-            whose = "this key's part of" if self._shares.held + size <= self._shares.limit else "all"
             raise Overloaded(
-                f"the requests that are being read take up {whose} {self._shares.limit} bytes for them: "
+                f"the requests that are being read take up {self._shares.part(size)} {self._shares.limit} bytes for them: "
                 "send this one again a little later"
             )
         self._shares.take(owner, size)
@@ -144,10 +143,8 @@ class KeptMemory:
         """Raises Overloaded when there is no room for this much more. `has`: what the same share holds."""
         if not self._amounts.fits(owner, size, has=has):
             self._on_refused()
-            limit = self._amounts.limit
-            whose = "this key's part of" if self._amounts.held + size <= limit else "all"
             raise Overloaded(
-                f"running requests take up {whose} {limit} bytes for them (router.limits.kept_bytes); "
+                f"running requests take up {self._amounts.part(size)} {self._amounts.limit} bytes for them (router.limits.kept_bytes); "
                 "send this one again a little later"
             )
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -55,6 +57,7 @@ class HttpExchange:
         self.connection: Connection = scope["state"]["connection"]
         self.request_id = request_id
         self.trace_id = trace_id
+        self.arrived = time.monotonic()  # of several requests on a connection: the last one
         self.tenant: Tenant | None = None
         self.when_idle = False  # a line of a batch: its sequences run while nothing else does
         self.is_counted = False  # among the requests in progress of its key
@@ -84,7 +87,8 @@ class HttpExchange:
     def header(self, name: bytes) -> bytes | None:
         return self._by_name.get(name)
 
-    def first_by(self, arrived: float) -> float | None:
+    @property
+    def first_by(self) -> float | None:
         """When the client wants the first token: `X-Tandem-Deadline` seconds after its request arrived."""
         asked = self.header(b"x-tandem-deadline")
         if asked is None:
@@ -98,7 +102,7 @@ class HttpExchange:
             raise InvalidRequest(
                 f"X-Tandem-Deadline must be a number of seconds above 0, not {wrong!r}", "x-tandem-deadline"
             )
-        return arrived + seconds
+        return self.arrived + seconds
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -148,6 +152,24 @@ class HttpExchange:
             raise Forbidden(
                 f"{self.scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
             )
+
+
+class Query:
+    """The part of its URL behind the question mark."""
+
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._values = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name, [None])[0] or None
+
+    def number(self, name: str, usual: int, most: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return usual
+        if re.fullmatch("[0-9]{1,6}", text) is None or not 1 <= int(text) <= most:
+            raise InvalidRequest(f"{name}: must be from 1 to {most}, not {text[:40]!r}", name)
+        return int(text)
 
 
 def exchange_of(scope: Scope) -> HttpExchange:

@@ -25,9 +25,8 @@ from tandem.router.http.errors import (
 )
 from tandem.router.http.exchange import ErrorForm, HttpExchange, exchange_of, names_of, send_bytes
 from tandem.router.http.hosts import OwnHosts
-from tandem.router.keys import KeyRing, QuotaExceeded
-from tandem.router.metrics import RouterMetrics
-from tandem.router.recent import RecentRequests
+from tandem.router.http.services import Services
+from tandem.router.keys import QuotaExceeded
 from tandem.wire.requests import new_id
 
 logger = logging.getLogger(__name__)
@@ -91,25 +90,15 @@ class HttpGate:
     """The outermost layer of the application. An error raised inside becomes an error body, or an event if a
     stream has begun."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: KeyRing,
-        metrics: RouterMetrics,
-        hosts: OwnHosts,
-        recent: RecentRequests,
-        instead: Callable[[str], str | None],
-        error_forms: Sequence[tuple[str, ErrorForm]] = (),
-    ) -> None:
-        """`instead`: says what is right in place of a path at which there is nothing. `error_forms`: by the
-        beginning of a path, where an API writes errors in its own way."""
+    def __init__(self, app: ASGIApp, services: Services, instead: Callable[[str], str | None]) -> None:
+        """`instead`: says what is right in place of a path at which there is nothing."""
         self._app = app
-        self._error_forms = error_forms
-        self._recent = recent
         self._instead = instead
-        self._keys = keys
-        self._hosts = hosts
-        self._metrics = metrics
+        self._error_forms = services.error_forms
+        self._recent = services.dispatcher.recent
+        self._keys = services.keys
+        self._hosts = OwnHosts(services.config.host, services.config.cors_origins)
+        self._metrics = services.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,7 +115,7 @@ class HttpGate:
                 await self._app(scope, receive, exchange.send)
             except TandemError as error:
                 if isinstance(error, QuotaExceeded):
-                    self._metrics.refusals.labels(reason="quota").inc()
+                    self._metrics.refusals.inc("quota")
                 exchange.trouble = (error.code, str(error))
                 await _answer_error(exchange, error, self._error_form(exchange))
             except HTTPException as error:
@@ -171,7 +160,7 @@ class HttpGate:
         if self._keys.required and exchange.scope["path"] not in _OPEN_PATHS:
             exchange.tenant = self._keys.find(_bearer(exchange.headers))
             if exchange.tenant is None:
-                self._metrics.refusals.labels(reason="unauthorized").inc()
+                self._metrics.refusals.inc("unauthorized")
                 raise Unauthorized(
                     "the Authorization header must be 'Bearer' and a valid API key, or x-api-key must be one"
                 )

@@ -4,7 +4,8 @@ generated."""
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -16,19 +17,17 @@ from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_answer import CompletionStream, whole_completion
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
-from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.generation_plan import AnswerParts, GenerationPlan
 from tandem.api.openai.plan import plan_chat, plan_completion
 from tandem.api.openai.reading import ReadChoice, read_all
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.sequence import SequenceSpec
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.answer_notes import notes_of, routing_headers
 from tandem.router.http.body import (
     PARSED_TIMES,
     SMALL_BODY,
     BodyShare,
-    KeptShare,
     answer_size,
     beside,
     inputs_size,
@@ -44,6 +43,7 @@ from tandem.wire.tracing import TracePhase
 WHEN_IDLE_S = 86400.0  # how long what runs when nothing else does may take; its batch ends it sooner
 # How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
+MOST_NOTES = 2000  # of a connection's line in the log, which names its first answers
 
 
 class TracedPlan(Protocol):
@@ -73,8 +73,8 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
     id_prefix: str
     request_type: Any
     plan: Callable[[Any, ServedModel, Caller], Awaitable[GenerationPlan]]
-    whole: Callable[[AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]]
-    stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
+    whole: Callable[[AnswerParts, Sequence[ReadChoice]], bytes | Iterator[bytes]]
+    stream: Callable[[AnswerParts], AnswerStream]
     translate: Callable[[Any], Any] | None = None  # translates the API's request into a ChatRequest
 
 
@@ -83,71 +83,76 @@ CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStre
 
 
 async def generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:
-    arrived = time.monotonic()
-    reservation = enter(services, exchange)
-    try:
+    with enter(services, exchange) as reservation:
         with services.bodies.share() as share:
-            request, plan = await _read(endpoint, services, exchange, share, arrived)
+            request, plan = await _read(endpoint, services, exchange, share)
             services.signer.check(exchange, plan, streams=bool(request.stream))
             services.quoter.check(exchange)
             kept_of_body = share.size
             if kept_of_body > SMALL_BODY:
                 request, kept_of_body = without_payload(request), 0
-        if reservation is not None:
-            reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
-        inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
-        with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream)), exchange.owner) as kept:
-            await _run(endpoint, services, exchange, request, plan, reservation, kept, inputs, arrived)
-    finally:
-        if reservation is not None:
-            reservation.void()
+        reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
+        size = KeptSize(
+            inputs_size(plan) + kept_of_body * PARSED_TIMES, answer_size(plan, streams=bool(request.stream))
+        )
+
+        async def work() -> None:
+            eager = bool(request.stream or plan.stops)
+            async with running(services, exchange, plan, reservation, size, eager=eager) as generation:
+                try:
+                    await _answer(endpoint, services, exchange, request, plan, generation)
+                finally:
+                    generation.turn_ended(plan.called)
+
+        await exchange.until_disconnect(work)
 
 
-async def _run(
-    endpoint: GenerateEndpoint,
+class KeptSize(msgspec.Struct, frozen=True):
+    """The bytes that a request keeps until its end."""
+
+    inputs: int
+    answer: int  # as far as they are known beforehand
+
+
+@asynccontextmanager
+async def running(
     services: Services,
     exchange: HttpExchange,
-    request: Any,
-    plan: GenerationPlan,
-    reservation: Reservation | None,
-    kept: KeptShare,
-    inputs: int,
-    arrived: float,
-) -> None:
-    """Generates and sends the answer. Afterwards nothing of the request runs any more, and its tokens are
-    counted."""
-    generation: Generation | None = None
-
-    async def work() -> None:
-        nonlocal generation
-        eager = bool(request.stream or plan.stops)
-        generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=eager)
-        kept.grows_with(generation, inputs)
-        await _answer(endpoint, services, exchange, request, plan, generation)
-
-    try:
-        await exchange.until_disconnect(work)
-    finally:
-        answers: list[int] = []
-        if generation is not None:
-            generation.cancel()
-            generation.turn_ended(plan.called)
-            answers = [len(life.ledger.tokens) for life in generation.lives]
-            exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
-            services.quoter.ended(exchange, generation)
-            services.metrics.e2e_latency.observe(time.monotonic() - arrived)
-        if reservation is not None:
-            reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
+    plan: TracedPlan,
+    reservation: Reservation,
+    size: KeptSize,
+    *,
+    eager: bool,
+) -> AsyncIterator[Generation]:
+    """While it is entered, the plan is carried out. Afterwards nothing of it runs any more, and its tokens are counted. A request
+    that no node had room for counts, too."""
+    with services.kept.share(size.inputs + size.answer, exchange.owner) as kept:
+        used, answers = 0, list[int]()
+        try:
+            generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=eager)
+            used = plan.prompt_tokens
+            try:
+                kept.grows_with(generation, size.inputs)
+                yield generation
+            finally:
+                generation.cancel()
+                answers += [len(life.ledger.tokens) for life in generation.lives if life.spec.facts.pooling is None]
+                if len(exchange.notes) < MOST_NOTES:
+                    exchange.notes += notes_of(generation, used + sum(answers))
+                services.quoter.ended(exchange, generation)
+                services.metrics.e2e_latency.observe(time.monotonic() - exchange.arrived)
+        finally:
+            reservation.settle(used, answers)
 
 
 async def _read(
-    endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange, share: BodyShare, arrived: float
+    endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange, share: BodyShare
 ) -> tuple[Any, GenerationPlan]:
     request = await read_body(exchange, endpoint.request_type, services.config, share)
     if endpoint.translate is not None:
         request = await beside(share, endpoint.translate, request)
     request = services.model.named_by(request)
-    return request, await planned(endpoint.plan, services, exchange, request, arrived)
+    return request, await planned(endpoint.plan, services, exchange, request, exchange.request_id)
 
 
 async def _answer(
@@ -159,22 +164,21 @@ async def _answer(
     generation: Generation,
 ) -> None:
     tokenizer = services.model.tokenizer
-    choices = plan.choices(generation, tokenizer)
     head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
+    parts = AnswerParts(head, plan, request, plan.choices(generation, tokenizer), tokenizer)
     trace = exchange.trace
     if trace is not None:
         trace.answer_id = head.id
     quoted = services.quoter.headers(exchange, generation)
     if request.stream:
-        answer = endpoint.stream(head, plan, request, choices, tokenizer)
         stream = EventStream(exchange, routing_headers(generation) + quoted)
         if quoted:
             await stream.write(b"")  # it must arrive before the first token
-        await Delivery(generation, choices, answer, stream, trace).run()
+        await Delivery(generation, parts.choices, endpoint.stream(parts), stream, trace).run()
         return
-    read = await read_all(generation, choices)
+    read = await read_all(generation, parts.choices)
     headers = routing_headers(generation) + quoted + services.signer.headers(exchange, plan, generation, read)
-    whole = endpoint.whole(head, plan, request, read, tokenizer)
+    whole = endpoint.whole(parts, read)
     if isinstance(whole, bytes):
         await send_bytes(exchange.send, whole, b"application/json", headers=headers)
     else:
@@ -277,12 +281,11 @@ class Delivery:
             self._trace.flushed(time.monotonic())
 
 
-def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
-    """Counts a request for its tenant. The caller must settle or void the reservation. Returns None without
-    tenants."""
+def enter(services: Services, exchange: HttpExchange) -> Reservation:
+    """Counts a request for its tenant."""
     services.refuse_when_draining()
     # What runs when nothing else does uses no quota: a key's batches would keep its own users out.
-    return exchange.tenant.enter() if exchange.tenant is not None and not exchange.when_idle else None
+    return Reservation(None) if exchange.tenant is None or exchange.when_idle else exchange.tenant.enter()
 
 
 async def planned(
@@ -290,32 +293,26 @@ async def planned(
     services: Services,
     exchange: HttpExchange,
     request: object,
-    arrived: float,
+    trace_name: str,
 ) -> P:
-    """Makes the plan of a parsed request, and begins the request's trace."""
-    trace = begin_trace(services, exchange, exchange.request_id)
-    read_at = time.monotonic()
-    plan = await make_plan(request, services.model, caller_of(services, exchange, request, arrived))
+    """Makes the plan of a parsed request, and begins its trace if it gets one. `trace_name`: an id that the client knows."""
+    exchange.trace = None
+    if services.tracer.draws or exchange.asks_for_trace:
+        tenant = exchange.tenant.name if exchange.tenant is not None else None
+        exchange.trace = services.tracer.begin(trace_name, exchange.headers, tenant)
+    trace, read_at = exchange.trace, time.monotonic()
+    plan = await make_plan(request, services.model, caller_of(services, exchange, request))
     if trace is not None:
-        trace.began = arrived
-        trace.span(TracePhase.READ, arrived, read_at)
+        trace.began = exchange.arrived
+        trace.span(TracePhase.READ, exchange.arrived, read_at)
         facts = plan.specs[0].facts
         trace.planned(plan.prompt_tokens, facts.sampling if facts.pooling is None else None)
         trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
     return plan
 
 
-def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> GrowingTrace | None:
-    """Begins the trace of a request, or of one of the answers on a connection, if it gets one."""
-    exchange.trace = None
-    if services.tracer.draws or exchange.asks_for_trace:
-        tenant = exchange.tenant.name if exchange.tenant is not None else None
-        exchange.trace = services.tracer.begin(request_id, exchange.headers, tenant)
-    return exchange.trace
-
-
-def caller_of(services: Services, exchange: HttpExchange, request: object, arrived: float) -> Caller:
-    tenant = exchange.tenant
+def caller_of(services: Services, exchange: HttpExchange, request: object) -> Caller:
+    tenant, arrived = exchange.tenant, exchange.arrived
     session = _header(exchange, b"x-session-id")
     if session is None and isinstance(request, ChatRequest):
         session = request.prompt_cache_key
@@ -337,7 +334,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         arrived=arrived,
         key=tenant.name if tenant is not None else None,
         when_idle=exchange.when_idle,
-        first_by=exchange.first_by(arrived),
+        first_by=exchange.first_by,
     )
 
 

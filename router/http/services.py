@@ -22,9 +22,8 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.page_state import PageState
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
-from tandem.router.quoter import FirstTokenQuoter
+from tandem.router.promises import AnswerSigner, FirstTokenQuoter
 from tandem.router.siblings import Siblings
-from tandem.router.signer import AnswerSigner
 from tandem.router.tracer import RequestTracer
 
 

@@ -18,6 +18,7 @@ from tandem.base.errors import DeadlineExceeded, InvalidRequest
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.services import Services
+from tandem.router.keys import Reservation
 
 
 @contextmanager
@@ -25,15 +26,9 @@ def counted(exchange: HttpExchange) -> Iterator[None]:
     """Counts a request for its key before it is read. It uses none of the key's tokens, because nothing is
     generated."""
     tenant = exchange.tenant
-    if tenant is None:
-        yield
-        return
-    reservation = tenant.enter(generates=False)
-    try:
+    with tenant.enter(generates=False) if tenant is not None else Reservation(None) as reservation:
         yield
         reservation.settle(0, [])
-    finally:
-        reservation.void()
 
 
 # What a token of an answer keeps besides the token itself: its name as a text of Python.

@@ -7,15 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_HELLO = [{"role": "user", "content": "Hello!"}]
-# What the form of each operation that takes a body begins with, besides the model.
-EXAMPLES: dict[str, Any] = {
-    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 60, "stream": True},
-    "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 60, "stream": True},
-    "/tokenize": {"prompt": "Hello!"},
-    "/detokenize": {"tokens": [1, 2, 3]},
-}
-
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tandem: try it</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">

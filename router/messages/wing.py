@@ -11,13 +11,13 @@ from tandem.api.anthropic.messages_answer import MessageStream, whole_message
 from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest, as_chat
 from tandem.api.openai.answer import json_pieces
 from tandem.api.openai.plan import plan_chat
-from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
 from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import GenerateEndpoint, generate
+from tandem.router.http.operation import EVENT, ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
@@ -54,34 +54,18 @@ _HELLO = [{"role": "user", "content": "Hello!"}]
 
 
 class Messages(RouterWing):
-    document = WingDocument(
-        types=(MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError),
-        paths={
-            "/v1/messages": {
-                "post": operation(
-                    "Answer a chat, as Anthropic's API does",
-                    MessagesRequest,
-                    MessageAnswer,
-                    GENERATION_ERRORS,
-                    error=MessagesError,
-                    event=EVENT,
-                )
-            },
-            "/v1/messages/count_tokens": {
-                "post": operation(
-                    "Count the tokens of a chat's prompt",
-                    CountRequest,
-                    TokenCount,
-                    GENERATION_ERRORS,
-                    error=MessagesError,
-                )
-            },
-        },
-        examples={
-            "/v1/messages": {"messages": _HELLO, "max_tokens": 60},
-            "/v1/messages/count_tokens": {"messages": _HELLO},
-        },
+    # fmt: off
+    operations = (
+        ApiOperation(
+            "post", "/v1/messages", "Answer a chat, as Anthropic's API does", MessageAnswer, MessagesRequest,
+            error=MessagesError, event=EVENT, example={"messages": _HELLO, "max_tokens": 60},
+        ),
+        ApiOperation(
+            "post", "/v1/messages/count_tokens", "Count the tokens of a chat's prompt", TokenCount, CountRequest,
+            error=MessagesError, example={"messages": _HELLO},
+        ),
     )
+    # fmt: on
     error_form = ("/v1/messages", messages_error)
 
     def routes(self) -> list[RouteRow]:

@@ -14,7 +14,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from math import log2
-from typing import Protocol
 
 from tandem.router.config import PolicyName
 from tandem.router.policy.views import (
@@ -27,6 +26,7 @@ from tandem.router.policy.views import (
     first_by_rendezvous,
     line_wait_s,
 )
+from tandem.router.prefixes import Overlaps
 from tandem.wire.nodes import NodeInfo, Role
 
 # Looked up once: every status of every node passes here, and looking up a member of an enumeration takes
@@ -125,18 +125,6 @@ def _place_of(wait_s: float) -> int:
         return 0
     place = int(_WAIT_STEPS * log2(1.0 + wait_s / _SHORTEST_WAIT_S))
     return place if place < _WAITS else _WAITS - 1
-
-
-class CachedPrefixes(Protocol):
-    """Which nodes have how much of one prompt cached. Sets of nodes are numbers with one bit for each
-    node."""
-
-    holders: int  # the set of nodes that have any of it
-
-    def has(self, node_id: str) -> bool: ...
-    def longest(self) -> Iterator[int]: ...
-    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]: ...
-    def names(self, nodes: int, most: int, turn: int) -> Iterator[str]: ...
 
 
 class Lane:
@@ -277,7 +265,7 @@ class Shortlist:
         return min((line_wait_s(next(nodes)[1]) for _, nodes in lane.least_busy()), default=0.0)
 
     def of(
-        self, policy: PolicyName, request: RoutingRequest, cached: CachedPrefixes, handover_s: float | None
+        self, policy: PolicyName, request: RoutingRequest, cached: Overlaps, handover_s: float | None
     ) -> PoolSnapshot:
         """Returns the nodes for `policy` to rank: among them the node that it would choose from all, or one
         where the request waits about as long."""
@@ -293,18 +281,18 @@ class Shortlist:
             prefill, decode = self.prefill.at_home(prefill, request), self.decode.at_home(decode, request)
         return PoolSnapshot(prefill, decode, handover_s)
 
-    def _by_turn(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
+    def _by_turn(self, lane: Lane, request: RoutingRequest, cached: Overlaps) -> tuple[NodeView, ...]:
         names = lane.names
         turns = (names[(request.turn + i) % len(names)] for i in range(len(names)))
         return lane.pick(dict.fromkeys(islice((name for name in turns if name not in request.avoid), 1)))
 
-    def _by_session(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
+    def _by_session(self, lane: Lane, request: RoutingRequest, cached: Overlaps) -> tuple[NodeView, ...]:
         if request.session is None:
             return self._by_wait(lane, request, cached)
         names = [name for name in lane.names if name not in request.avoid]
         return lane.pick({first_by_rendezvous(names, request.session): None}) if names else ()
 
-    def _by_wait(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
+    def _by_wait(self, lane: Lane, request: RoutingRequest, cached: Overlaps) -> tuple[NodeView, ...]:
         avoid = request.avoid
         if len(lane.views) <= SHORTEST_WAITS and not avoid:
             return tuple(lane.views.values())
@@ -340,7 +328,7 @@ class Shortlist:
         return tuple(chosen.values())
 
     @staticmethod
-    def _with_prefix(looked_at: list[list[str]], nodes: int, cached: CachedPrefixes, turn: int) -> Iterator[str]:
+    def _with_prefix(looked_at: list[list[str]], nodes: int, cached: Overlaps, turn: int) -> Iterator[str]:
         """Yields nodes of a large set that are among the least busy of the pool."""
         found = 0
         for names in looked_at:
@@ -353,7 +341,7 @@ class Shortlist:
             yield from cached.names(nodes, 2 * MOST_CACHED, turn)
 
 
-_List = Callable[[Shortlist, Lane, RoutingRequest, CachedPrefixes], tuple[NodeView, ...]]
+_List = Callable[[Shortlist, Lane, RoutingRequest, Overlaps], tuple[NodeView, ...]]
 # A policy that is not named here ranks every node.
 _LISTS: dict[PolicyName, _List] = {
     PolicyName.LEAST_WAIT: Shortlist._by_wait,

@@ -10,7 +10,7 @@ from tandem.base.errors import Cancelled
 from tandem.router.dispatch import Dispatcher, Generation, RequestLife
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
-from tandem.router.quoter import QUOTE_HEADER, FirstTokenQuoter, refused
+from tandem.router.promises import QUOTE_HEADER, FirstTokenQuoter, refused
 from tandem.router.quotes.first_tokens import FirstTokenTimes, Outlook, needed
 from tandem.router.wings import RouterWing
 
@@ -57,7 +57,7 @@ class QuoteMaker(FirstTokenQuoter):
 
     def check(self, exchange: HttpExchange) -> None:
         if _confidence(exchange) is not None and exchange.route not in _PATHS:
-            raise refused(f"is of answers at {', '.join(_PATHS)}")
+            raise refused(QUOTE_HEADER, f"is of answers at {', '.join(_PATHS)}")
 
     def headers(self, exchange: HttpExchange, generation: Generation) -> list[tuple[bytes, bytes]]:
         if (confidence := _confidence(exchange)) is None:
@@ -104,7 +104,8 @@ def _confidence(exchange: HttpExchange) -> float | None:
     if not LOWEST <= confidence <= HIGHEST or not math.isclose(given, confidence):
         wrong = asked[:100].decode("latin-1")
         raise refused(
-            f"must be the confidence of the quote, a number of hundredths from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}"
+            QUOTE_HEADER,
+            f"must be the confidence of the quote, a number of hundredths from {LOWEST:g} to {HIGHEST:g}, not {wrong!r}",
         )
     return confidence
 

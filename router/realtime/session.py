@@ -43,16 +43,13 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InvalidRequest, TandemError
 from tandem.http_server.websocket import GOING_AWAY, WebSocket
 from tandem.router.dispatch import Generation
-from tandem.router.http.answer_notes import notes_of
 from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, body_of
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import begin_trace, caller_of, enter
+from tandem.router.http.generate_routes import KeptSize, asked_tokens, caller_of, enter, planned, running
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
-from tandem.router.tracer import GrowingTrace
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +57,6 @@ logger = logging.getLogger(__name__)
 # part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
-# The session's line in the log names its first answers.
-MOST_NOTES = 2000
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
@@ -232,15 +227,17 @@ class RealtimeSession:
         one = ResponseFields(max_output_tokens=1)
         request = self._request(one, with_buffer=True)
         continued = self._request(one, with_buffer=True, more=_MORE)
-        plan = await plan_chat(request, services.model, self._caller(request))
-        longer = await plan_chat(continued, services.model, self._caller(continued))
+        self._exchange.arrived = time.monotonic()
+        plan, longer = [
+            await plan_chat(each, services.model, caller_of(services, self._exchange, each))
+            for each in (request, continued)
+        ]
         token_ids = settled_tokens(plan.prompts[0], longer.prompts[0])
         if len(token_ids) <= self._known:
             return
         spent = 0
         with self._in_its_place() as reservation:
-            if reservation is not None and tenant is not None:
-                reservation.take_tokens(len(token_ids) - self._known, [])
+            reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
             facts = msgspec.structs.replace(whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None)
@@ -252,30 +249,24 @@ class RealtimeSession:
                 self._known = len(token_ids)
             finally:
                 generation.cancel()
-                if reservation is not None and tenant is not None:
-                    reservation.settle(spent, [])
+                reservation.settle(spent, [])
+                if tenant is not None:
                     tenant.give_back_request()
 
     @contextmanager
-    def _in_its_place(self) -> Iterator[Reservation | None]:
+    def _in_its_place(self) -> Iterator[Reservation]:
         """Counts an answer, or a prompt that is read ahead, in the session's own place among its key's
         requests. A session makes one of them at a time."""
         tenant = self._exchange.tenant
         if tenant is not None:
             tenant.running -= 1
-        reservation: Reservation | None = None
         try:
-            reservation = enter(self._services, self._exchange)
-            yield reservation
+            with enter(self._services, self._exchange) as reservation:
+                yield reservation
         finally:
-            if reservation is not None:
-                reservation.void()
             if tenant is not None:
                 tenant.running += 1
                 tenant.tell()
-
-    def _caller(self, request: ChatRequest) -> Any:
-        return caller_of(self._services, self._exchange, request, time.monotonic())
 
     def _request(self, asked: ResponseFields, *, with_buffer: bool, more: str = "") -> ChatRequest:
         most = asked.max_output_tokens if asked.max_output_tokens is not None else self._most_tokens
@@ -334,7 +325,7 @@ class RealtimeSession:
         except TandemError as failure:
             status, error = "failed", failure
             if isinstance(failure, QuotaExceeded):
-                self._services.metrics.refusals.labels(reason="quota").inc()
+                self._services.metrics.refusals.inc("quota")
         except Exception:
             logger.exception("%s: a response failed", self._exchange.request_id)
             status = "failed"
@@ -357,60 +348,42 @@ class RealtimeSession:
         await self._socket.send(self.event(kind, response={**response, **more}))
 
     async def _generate(self, request: ChatRequest, item_id: str) -> _Made:
-        with self._in_its_place() as reservation:
-            return await self._generate_counted(request, item_id, reservation)
-
-    async def _generate_counted(self, request: ChatRequest, item_id: str, reservation: Reservation | None) -> _Made:
-        services, exchange = self._services, self._exchange
-        arrived = time.monotonic()
-        generation: Generation | None = None
-        plan = None
-        # Each answer has its own trace, under the id that its client knows.
-        trace = begin_trace(services, exchange, self._answer_id)
-        status: int | None = None
+        """Each answer has its own trace, under the id that its client knows."""
+        exchange, status = self._exchange, None
+        exchange.arrived = time.monotonic()
         try:
-            plan = await plan_chat(request, services.model, self._caller(request))
-            if trace is not None:
-                trace.answer_id = self._answer_id
-                trace.planned(plan.prompt_tokens, plan.specs[0].facts.sampling)
-                trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
-            if reservation is not None:
-                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].facts.sampling.max_tokens])
-            inputs = inputs_size(plan)
-            with services.kept.share(inputs + answer_size(plan, streams=True), exchange.owner) as kept:
-                generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=True)
-                kept.grows_with(generation, inputs)
-                text, choice = await self._stream(plan, generation, item_id, trace)
-                self._grow(text)
-                cached = generation.lives[0].cached_tokens or 0
-                usage = {
-                    "input_tokens": plan.prompt_tokens,
-                    "output_tokens": choice.completion_tokens,
-                    "total_tokens": plan.prompt_tokens + choice.completion_tokens,
-                    "input_token_details": {"cached_tokens": cached, "text_tokens": plan.prompt_tokens},
-                }
-                status = 200
-                return text, "incomplete" if choice.finish_reason == "length" else "completed", usage
+            with self._in_its_place() as reservation:
+                made = await self._generate_counted(request, item_id, reservation)
+            status = 200
+            return made
         except TandemError as error:
             status = error.http_status
             raise
         finally:
-            answers: list[int] = []
-            if trace is not None:
-                exchange.trace = None
+            if exchange.trace is not None:
+                trace, exchange.trace = exchange.trace, None
                 trace.end(time.monotonic(), exchange.route, status)
-            if generation is not None and plan is not None:
-                generation.cancel()
-                answers = [len(life.ledger.tokens) for life in generation.lives]
-                if len(exchange.notes) < MOST_NOTES:
-                    exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
-                services.metrics.e2e_latency.observe(time.monotonic() - arrived)
-                if reservation is not None:
-                    reservation.settle(plan.prompt_tokens, answers)
 
-    async def _stream(
-        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: GrowingTrace | None
-    ) -> tuple[str, Choice]:
+    async def _generate_counted(self, request: ChatRequest, item_id: str, reservation: Reservation) -> _Made:
+        services, exchange = self._services, self._exchange
+        plan = await planned(plan_chat, services, exchange, request, self._answer_id)
+        if exchange.trace is not None:
+            exchange.trace.answer_id = self._answer_id
+        reservation.take_tokens(plan.prompt_tokens, asked_tokens(plan))
+        size = KeptSize(inputs_size(plan), answer_size(plan, streams=True))
+        async with running(services, exchange, plan, reservation, size, eager=True) as generation:
+            text, choice = await self._stream(plan, generation, item_id)
+            self._grow(text)
+            cached = generation.lives[0].cached_tokens or 0
+            usage = {
+                "input_tokens": plan.prompt_tokens,
+                "output_tokens": choice.completion_tokens,
+                "total_tokens": plan.prompt_tokens + choice.completion_tokens,
+                "input_token_details": {"cached_tokens": cached, "text_tokens": plan.prompt_tokens},
+            }
+            return text, "incomplete" if choice.finish_reason == "length" else "completed", usage
+
+    async def _stream(self, plan: GenerationPlan, generation: Generation, item_id: str) -> tuple[str, Choice]:
         """Sends the text as it comes. Returns all of it."""
         (choice,) = plan.choices(generation, self._services.model.tokenizer)
         reader = plan.reader()
@@ -434,8 +407,8 @@ class RealtimeSession:
                     written.append(text)
                     where = self._where(item_id)
                     await self._socket.send(self.event("response.output_text.delta", delta=text, **where))
-            if trace is not None:
-                trace.flushed(time.monotonic())
+            if self._exchange.trace is not None:
+                self._exchange.trace.flushed(time.monotonic())
             if choice.failed is not None:
                 raise choice.failed
         return "".join(written), choice

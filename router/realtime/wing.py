@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs
-
 from tandem.http_server.turns import Turns
 from tandem.http_server.websocket import WebSocket
 from tandem.router.http.errors import Forbidden
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, Query
 from tandem.router.http.generate_routes import enter
 from tandem.router.http.services import Services
 from tandem.router.realtime.session import RealtimeSession
@@ -27,32 +25,25 @@ class Realtime(RouterWing):
 
     async def _connect(self, services: Services, exchange: HttpExchange) -> None:
         _check_origin(services, exchange)
-        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        name = query.get("model", [None])[0]
+        name = Query(exchange).text("model")
         services.model.check_name(name)
         timeouts, limits = services.config.timeouts, services.config.limits
         # A session is a request of its key from its beginning to its end.
-        reservation = enter(services, exchange)
-        try:
-            with services.kept.share(SESSION_BYTES, exchange.owner) as share:
-                socket = WebSocket(
-                    exchange,
-                    share,
-                    most_bytes=limits.body_bytes,
-                    ping_s=timeouts.realtime_ping,
-                    idle_s=timeouts.realtime_idle,
-                    turns=self._turns,
-                )
-                session = RealtimeSession(services, exchange, socket, share, name)
-                await socket.accept(session.event("session.created", session=session.shown()))
-                try:
-                    await session.run()
-                finally:
-                    if reservation is not None:
-                        reservation.settle(0, [])
-        finally:
-            if reservation is not None:
-                reservation.void()
+        with enter(services, exchange) as reservation, services.kept.share(SESSION_BYTES, exchange.owner) as share:
+            socket = WebSocket(
+                exchange,
+                share,
+                most_bytes=limits.body_bytes,
+                ping_s=timeouts.realtime_ping,
+                idle_s=timeouts.realtime_idle,
+                turns=self._turns,
+            )
+            session = RealtimeSession(services, exchange, socket, share, name)
+            await socket.accept(session.event("session.created", session=session.shown()))
+            try:
+                await session.run()
+            finally:
+                reservation.settle(0, [])
 
 
 def _check_origin(services: Services, exchange: HttpExchange) -> None:

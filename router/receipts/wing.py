@@ -12,10 +12,11 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
 from tandem.base.errors import ConfigurationError
 from tandem.router.dispatch import Generation
-from tandem.router.http.api_document import operation
 from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
+from tandem.router.promises import RECEIPT_HEADER, AnswerSigner, refused
 from tandem.router.receipts.live import AskAgain, AskedAgain, ask_again
 from tandem.router.receipts.receipt import (
     LEAST_KEY_BYTES,
@@ -27,8 +28,7 @@ from tandem.router.receipts.receipt import (
     read_receipt,
     signed,
 )
-from tandem.router.signer import RECEIPT_HEADER, AnswerSigner, refused
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 from tandem.wire.nodes import COMPUTED_BY
 
 _SIGN = "sign"
@@ -38,17 +38,14 @@ _NONE_YET = AnswerMarks(0, 1, "", "")
 
 
 class Receipts(RouterWing):
-    document = WingDocument(
-        types=(AskAgain, AskedAgain),
-        examples={"/verify": {"old": ["decode-0"], "seconds": 2}},
-        paths={
-            "/verify": {
-                "post": operation(
-                    "Ask some requests again of new nodes, and compare", AskAgain, AskedAgain, ("400", "401")
-                )
-            }
-        },
+    # fmt: off
+    operations = (
+        ApiOperation(
+            "post", "/verify", "Ask some requests again of new nodes, and compare", AskedAgain, AskAgain, ("400", "401"),
+            example={"old": ["decode-0"], "seconds": 2},
+        ),
     )
+    # fmt: on
 
     def routes(self) -> list[RouteRow]:
         return [("/verify", ask_again, ["POST"])]
@@ -81,18 +78,22 @@ class ReceiptSigner(AnswerSigner):
         if (asked := exchange.header(RECEIPT_HEADER)) is None:
             return
         if exchange.route not in _PATHS:
-            raise refused(f"is of answers at {' and '.join(_PATHS)}")
+            raise refused(RECEIPT_HEADER, f"is of answers at {' and '.join(_PATHS)}")
         if streams:
-            raise refused("not with stream, because it is a header of the whole answer")
+            raise refused(RECEIPT_HEADER, "not with stream, because it is a header of the whole answer")
         if len(plan.specs) != 1:
-            raise refused(f"is of one answer, and this request has {len(plan.specs)}: send one prompt, and leave n out")
+            raise refused(
+                RECEIPT_HEADER,
+                f"is of one answer, and this request has {len(plan.specs)}: send one prompt, and leave n out",
+            )
         facts = plan.specs[0].facts
         if facts.media or facts.embeds is not None:
-            raise refused("is of prompts of tokens, and this one has images or tensors")
+            raise refused(RECEIPT_HEADER, "is of prompts of tokens, and this one has images or tensors")
         views = self._services.pool.view.snapshot()
         if not all(COMPUTED_BY in view.info.content for view in (*views.prefill, *views.decode)):
             raise refused(
-                "this server's nodes do not promise the same bits, so there is nothing to sign: the operator sets model.exact to require"
+                RECEIPT_HEADER,
+                "this server's nodes do not promise the same bits, so there is nothing to sign: the operator sets model.exact to require",
             )
         if (text := asked.decode("latin-1")) != _SIGN:
             self._check_earlier(text, self._receipt(exchange, plan, "", _NONE_YET))
@@ -101,10 +102,11 @@ class ReceiptSigner(AnswerSigner):
         """`text` is a receipt that the request should make again. What is not signed is not read."""
         if not is_signed_by(text, self._key):
             raise refused(
-                "this cluster did not sign this receipt, or it was changed since; to get a new one, say `sign`"
+                RECEIPT_HEADER,
+                "this cluster did not sign this receipt, or it was changed since; to get a new one, say `sign`",
             )
         if other := read_receipt(text).other_request(mine):
-            raise refused(f"it is the receipt of another request, which differs in its {other}")
+            raise refused(RECEIPT_HEADER, f"it is the receipt of another request, which differs in its {other}")
 
     def headers(
         self, exchange: HttpExchange, plan: GenerationPlan, generation: Generation, read: Sequence[ReadChoice]

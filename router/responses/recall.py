@@ -16,9 +16,9 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.base.shares import Shares
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
+from tandem.router.dispatch.lives import FollowedAnswers
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
 from tandem.wire.nodes import NodeInfo
@@ -176,9 +176,8 @@ class Recalls(FollowedAnswers):
         question = self.questions.get(answer_id)
         if question is None:
             if not self._shares.fits(owner, 1):
-                whose = "this key's part of" if self._shares.held < MOST_QUESTIONS else "all"
                 raise Overloaded(
-                    f"responses are being looked for that take up {whose} {MOST_QUESTIONS} places; send this again later"
+                    f"responses are being looked for that take up {self._shares.part(1)} {MOST_QUESTIONS} places; send this again later"
                 )
             nodes = [member.info for member in self._pool.members if member.lost is None]
             question = _Question({(node.node_id, node.epoch) for node in nodes}, owner)

@@ -121,7 +121,7 @@ class ResponseService:
         plan: GenerationPlan,
         before: list[InputItem],
         owner: str,
-        reservation: Reservation | None,
+        reservation: Reservation,
         arrived: float,
     ) -> StoredResponse:
         """Starts the task that writes the response, and stores the response unless `store` is false. Raises
@@ -198,7 +198,7 @@ class ResponseService:
         response = self._response(response_id, note)
         self.store.add(response)
         logger.info("%s: found on %s", response_id, found.node.node_id)
-        self._write(response, plan, self._following(found, plan, owner), None, arrived)
+        self._write(response, plan, self._following(found, plan, owner), Reservation(None), arrived)
         await response.caught_up.wait()
         return response
 
@@ -233,7 +233,7 @@ class ResponseService:
         response: StoredResponse,
         plan: GenerationPlan,
         make: Callable[[], Awaitable[ReadableLives]],
-        reservation: Reservation | None,
+        reservation: Reservation,
         arrived: float,
     ) -> None:
         response.task = asyncio.create_task(
@@ -245,7 +245,7 @@ class ResponseService:
         response: StoredResponse,
         plan: GenerationPlan,
         make: Callable[[], Awaitable[ReadableLives]],
-        reservation: Reservation | None,
+        reservation: Reservation,
         arrived: float,
     ) -> None:
         """Writes the response to its end. However it ends, every reader is told."""
@@ -264,8 +264,7 @@ class ResponseService:
                     lives.cancel()
                     if isinstance(lives, Generation):
                         lives.turn_ended(plan.called)
-                    if reservation is not None:
-                        reservation.settle(plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives])
+                    reservation.settle(plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives])
                     services.metrics.e2e_latency.observe(time.monotonic() - arrived)
         except (asyncio.CancelledError, Cancelled):
             error = Cancelled(CANCELLED)
@@ -283,8 +282,7 @@ class ResponseService:
             error = InternalError(f"the router failed to write it: {type(bug).__name__}")
             response.add(maker.fail(error))
         finally:
-            if reservation is not None:
-                reservation.void()
+            reservation.void()
             response.end(error)
             self.store.settle()
 

@@ -7,10 +7,8 @@ not a handler.
 from __future__ import annotations
 
 import re
-import time
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -21,31 +19,28 @@ from tandem.api.responses.response_store import StoredResponse
 from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check, naming_its_fields
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
-from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
 from tandem.router.http.body import beside, read_body
-from tandem.router.http.exchange import EventStream, HttpExchange, send_json
+from tandem.router.http.exchange import EventStream, HttpExchange, Query, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
+from tandem.router.http.operation import EVENT, ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
 from tandem.router.responses.response_service import ResponseService, conversation
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 MOST_ITEMS = 100
 
 
 async def create_response(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
-    arrived = time.monotonic()
     reservation = enter(services, exchange)
     try:
         services.quoter.check(exchange)
-        request, plan, before = await _read(service, services, exchange, arrived)
-        if reservation is not None:
-            asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
-            reservation.take_tokens(plan.prompt_tokens, asked)
-        response = service.begin(request, plan, before, exchange.owner, reservation, arrived)
+        request, plan, before = await _read(service, services, exchange)
+        asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
+        reservation.take_tokens(plan.prompt_tokens, asked)
+        response = service.begin(request, plan, before, exchange.owner, reservation, exchange.arrived)
     except BaseException:
-        if reservation is not None:
-            reservation.void()
+        reservation.void()
         raise
     try:
         await _answer(exchange, request, response)
@@ -56,7 +51,7 @@ async def create_response(service: ResponseService, services: Services, exchange
 
 
 async def _read(
-    service: ResponseService, services: Services, exchange: HttpExchange, arrived: float
+    service: ResponseService, services: Services, exchange: HttpExchange
 ) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
     with services.bodies.share() as share:
         request = await read_body(exchange, ResponsesRequest, services.config, share)
@@ -65,7 +60,7 @@ async def _read(
         before = await _before(service, exchange, request)
         chat = await beside(share, as_chat, request, before)
         with naming_its_fields():
-            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat))
     return request, plan, before
 
 
@@ -110,13 +105,13 @@ async def one_response(service: ResponseService, services: Services, exchange: H
         await service.forget_everywhere(response)
         await send_json(exchange.send, {"id": response.id, "object": "response", "deleted": True})
         return
-    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-    if query.get("stream", ["false"])[0].lower() != "true":
+    query = Query(exchange)
+    if (query.text("stream") or "").lower() != "true":
         await send_json(exchange.send, response.body)
         return
     if not response.keeps_events:
         raise InvalidRequest("stream: only a background response can be streamed again", "stream")
-    after = query.get("starting_after", ["-1"])[0]
+    after = query.text("starting_after") or "-1"
     if re.fullmatch(r"-?[0-9]{1,11}", after) is None:
         raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
     await follow_to_end(exchange, response, max(-1, int(after)))
@@ -135,16 +130,13 @@ async def input_items(service: ResponseService, services: Services, exchange: Ht
     """Lists what the response was asked with, the conversation before it included, the last item first."""
     response = await _find(service, exchange)
     items = [_shown(item, f"{response.id}_{at}") for at, item in enumerate(response.items)]
-    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-    if query.get("order", ["desc"])[0] != "asc":
+    query = Query(exchange)
+    if query.text("order") != "asc":
         items.reverse()
     ids = [item["id"] for item in items]
-    if (after := query.get("after", [""])[0]) in ids:
+    if (after := query.text("after")) in ids:
         items = items[ids.index(after) + 1 :]
-    limit = query.get("limit", ["20"])[0]
-    if re.fullmatch("[0-9]{1,4}", limit) is None or not 1 <= int(limit) <= MOST_ITEMS:
-        raise InvalidRequest(f"limit: must be from 1 to {MOST_ITEMS}, not {limit[:40]!r}", "limit")
-    shown = items[: int(limit)]
+    shown = items[: query.number("limit", usual=20, most=MOST_ITEMS)]
     await send_json(
         exchange.send,
         {
@@ -196,35 +188,22 @@ _ERRORS = ("400", "401", "404")
 
 
 class Responses(RouterWing):
-    document = WingDocument(
-        types=(ResponsesRequest, ResponseAnswer, ResponseDeleted, InputItems, InputTokens),
-        paths={
-            "/v1/responses": {
-                "post": operation(
-                    "Answer a chat with items", ResponsesRequest, ResponseAnswer, GENERATION_ERRORS, event=EVENT
-                )
-            },
-            "/v1/responses/input_tokens": {
-                "post": operation("Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS)
-            },
-            "/v1/responses/{response_id}/input_items": {
-                "get": operation("What it was asked with", None, InputItems, _ERRORS, parameter="response_id")
-            },
-            "/v1/responses/{response_id}/cancel": {
-                "post": operation("End it", None, ResponseAnswer, _ERRORS, parameter="response_id")
-            },
-            "/v1/responses/{response_id}": {
-                "get": operation(
-                    "One that is kept, as it is now", None, ResponseAnswer, _ERRORS, parameter="response_id"
-                ),
-                "delete": operation("Forget it", None, ResponseDeleted, _ERRORS, parameter="response_id"),
-            },
-        },
-        examples={
-            "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
-            "/v1/responses/input_tokens": {"input": "Hello!"},
-        },
+    # fmt: off
+    operations = (
+        ApiOperation(
+            "post", "/v1/responses", "Answer a chat with items", ResponseAnswer, ResponsesRequest, event=EVENT,
+            example={"input": "Hello!", "max_output_tokens": 60},
+        ),
+        ApiOperation(
+            "post", "/v1/responses/input_tokens", "Count the tokens of its prompt", InputTokens, ResponsesRequest,
+            example={"input": "Hello!"},
+        ),
+        ApiOperation("get", "/v1/responses/{response_id}/input_items", "What it was asked with", InputItems, errors=_ERRORS),
+        ApiOperation("post", "/v1/responses/{response_id}/cancel", "End it", ResponseAnswer, errors=_ERRORS),
+        ApiOperation("get", "/v1/responses/{response_id}", "One that is kept, as it is now", ResponseAnswer, errors=_ERRORS),
+        ApiOperation("delete", "/v1/responses/{response_id}", "Forget it", ResponseDeleted, errors=_ERRORS),
     )
+    # fmt: on
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)

@@ -53,7 +53,7 @@ class OtlpExporter:
         spans = spans_of(record, self._service)
         # The SDK would drop single spans without counting them; a trace is kept or dropped as a whole.
         if self._sender.queued + len(spans) > self._room:
-            self._metrics.traces_dropped.labels(reason="queue_full").inc()
+            self._metrics.traces_dropped.inc("queue_full")
             return
         self._sender.queued += len(spans)
         for span in spans:
@@ -82,10 +82,10 @@ class _CountedSender(SpanExporter):  # type: ignore[misc]
         traces = sum(span.kind is SpanKind.SERVER for span in spans)
         self.queued -= len(spans)
         if result is SpanExportResult.SUCCESS:
-            self._metrics.traces_exported.inc(traces)
+            self._metrics.traces_exported.inc(count=traces)
             self._complained = False
         else:
-            self._metrics.traces_dropped.labels(reason="not_sent").inc(traces)
+            self._metrics.traces_dropped.inc("not_sent", count=traces)
             if not self._complained:  # once, until an export succeeds again: a collector may be away for days
                 self._complained = True
                 logger.warning("OpenTelemetry's collector takes no traces; they are counted as dropped")

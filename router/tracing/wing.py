@@ -10,13 +10,13 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError, RequestError
 from tandem.router.config import TracingConfig
-from tandem.router.http.api_document import operation
 from tandem.router.http.exchange import HttpExchange, send_json
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
 from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.router.tracing.traces import Traces
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 if TYPE_CHECKING:
     from tandem.router.tracing.otlp import OtlpExporter
@@ -59,16 +59,11 @@ def _whose(exchange: HttpExchange) -> str | None:
 
 
 class TraceWing(RouterWing):
-    document = WingDocument(
-        types=(TraceList, TraceRecord),
-        paths={
-            "/traces": {"get": operation("The last requests that were traced", None, TraceList, ("401",))},
-            "/traces/{request_id}": {
-                "get": operation(
-                    "Where one request's time went", None, TraceRecord, ("401", "404"), parameter="request_id"
-                )
-            },
-        },
+    operations = (
+        ApiOperation("get", "/traces", "The last requests that were traced", TraceList, errors=("401",)),
+        ApiOperation(
+            "get", "/traces/{request_id}", "Where one request's time went", TraceRecord, errors=("401", "404")
+        ),
     )
 
     def __init__(self, services: Services) -> None:

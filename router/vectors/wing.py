@@ -26,14 +26,13 @@ from tandem.api.vectors.vectors import (
     whole_scores,
 )
 from tandem.base.errors import Unavailable
-from tandem.router.dispatch import Generation
-from tandem.router.http.answer_notes import notes_of, routing_headers
-from tandem.router.http.api_document import GENERATION_ERRORS, operation
+from tandem.router.http.answer_notes import routing_headers
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
-from tandem.router.http.generate_routes import enter, planned
+from tandem.router.http.generate_routes import KeptSize, enter, planned, running
+from tandem.router.http.operation import ApiOperation
 from tandem.router.http.services import Services
-from tandem.router.wings import RouteRow, RouterWing, WingDocument
+from tandem.router.wings import RouteRow, RouterWing
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):
@@ -51,75 +50,52 @@ RERANK = VectorEndpoint("rerank", RerankRequest, plan_rerank, whole_rerank)
 
 
 async def make_vectors(endpoint: VectorEndpoint, services: Services, exchange: HttpExchange) -> None:
-    arrived = time.monotonic()
-    reservation = enter(services, exchange)
-    generation: Generation | None = None
-    plan: VectorPlan | None = None
-    try:
+    with enter(services, exchange) as reservation:
         with services.bodies.share() as share:
-            request, plan = await _read(endpoint, services, exchange, share, arrived)
+            request, plan = await _read(endpoint, services, exchange, share)
             kept_of_body = share.size * PARSED_TIMES
-        if reservation is not None:
-            reservation.take_tokens(plan.prompt_tokens, [])
+        reservation.take_tokens(plan.prompt_tokens, [])
         inputs = kept_of_body + TOKEN_BYTES * plan.prompt_tokens + SEQUENCE_BYTES * len(plan.specs)
-        specs = plan.specs
+        size = KeptSize(inputs, vector_bytes(plan))
 
         async def work() -> None:
-            nonlocal generation
-            generation = await services.dispatcher.generate(specs, exchange.owner, eager=False)
-            kept.grows_with(generation, inputs)
-            head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
-            answer = await endpoint.whole(head, plan, request, await read_vectors(generation))
-            await send_pieces(exchange.send, json_pieces(answer), routing_headers(generation))
-            if exchange.trace is not None:
-                exchange.trace.answer_id = head.id
-                exchange.trace.flushed(time.monotonic())
+            async with running(services, exchange, plan, reservation, size, eager=False) as generation:
+                head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
+                answer = await endpoint.whole(head, plan, request, await read_vectors(generation))
+                await send_pieces(exchange.send, json_pieces(answer), routing_headers(generation))
+                if exchange.trace is not None:
+                    exchange.trace.answer_id = head.id
+                    exchange.trace.flushed(time.monotonic())
 
-        with services.kept.share(inputs + vector_bytes(plan), exchange.owner) as kept:
-            await exchange.until_disconnect(work)
-    finally:
-        if generation is not None and plan is not None:
-            generation.cancel()
-            exchange.notes += notes_of(generation, plan.prompt_tokens)
-            services.metrics.e2e_latency.observe(time.monotonic() - arrived)
-            if reservation is not None:
-                reservation.settle(plan.prompt_tokens, [])
-        if reservation is not None:
-            reservation.void()
+        await exchange.until_disconnect(work)
 
 
 async def _read(
-    endpoint: VectorEndpoint, services: Services, exchange: HttpExchange, share: BodyShare, arrived: float
+    endpoint: VectorEndpoint, services: Services, exchange: HttpExchange, share: BodyShare
 ) -> tuple[Any, VectorPlan]:
     request = await read_body(exchange, endpoint.request_type, services.config, share)
     services.model.check_name(request.model)
     if services.model.max_model_len is None:  # nodes tell how the model makes vectors; there is none yet
         raise Unavailable(services.dispatcher.why_unavailable("prefill or aggregated"))
-    return request, await planned(endpoint.plan, services, exchange, request, arrived)
+    return request, await planned(endpoint.plan, services, exchange, request, exchange.request_id)
 
 
 class Vectors(RouterWing):
-    document = WingDocument(
-        types=(EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking),
-        paths={
-            "/v1/embeddings": {
-                "post": operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, GENERATION_ERRORS)
-            },
-            "/v1/score": {
-                "post": operation("Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS)
-            },
-            "/v1/rerank": {
-                "post": operation(
-                    "Sort documents by their vectors' nearness to a query's", RerankRequest, Ranking, GENERATION_ERRORS
-                )
-            },
-        },
-        examples={
-            "/v1/embeddings": {"input": "Hello!"},
-            "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
-            "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
-        },
+    # fmt: off
+    operations = (
+        ApiOperation(
+            "post", "/v1/embeddings", "Make vectors of texts", EmbeddingList, EmbeddingRequest, example={"input": "Hello!"}
+        ),
+        ApiOperation(
+            "post", "/v1/score", "Compare texts by their vectors", ScoreList, ScoreRequest,
+            example={"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
+        ),
+        ApiOperation(
+            "post", "/v1/rerank", "Sort documents by their vectors' nearness to a query's", Ranking, RerankRequest,
+            example={"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
+        ),
     )
+    # fmt: on
 
     def routes(self) -> list[RouteRow]:
         score, rerank = partial(make_vectors, SCORE), partial(make_vectors, RERANK)

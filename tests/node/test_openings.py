@@ -8,7 +8,7 @@ import pytest
 
 from tandem.base.errors import ContextLengthExceeded, InvalidRequest
 from tandem.engine.model.runner import EncoderRules
-from tandem.node.openings import with_opening
+from tandem.node.requests import with_opening
 from tandem.wire.requests import Submit
 from tandem.wire.sampling import SamplingParams
 

@@ -13,7 +13,7 @@ from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_policy import ask, decide, names, node, pools
-from tests.router.test_router_shortlist import Nothing
+from tests.router.test_router_shortlist import NOTHING
 from tests.small_model import HERMES, WEATHER
 
 
@@ -109,7 +109,7 @@ def test_every_policy_sends_a_turn_home(name: PolicyName) -> None:
         shortlist.put(node(f"p{index}"))
         shortlist.put(node(f"d{index}", running=index))
     request = ask(home=frozenset({"p420", "d499"}))
-    assert names(decide(shortlist.of(name, request, Nothing(), None), request, name)) == ("p420", "d499")
+    assert names(decide(shortlist.of(name, request, NOTHING, None), request, name)) == ("p420", "d499")
 
 
 def test_room_counts_what_is_only_pinned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,22 +43,7 @@ def view(
     return NodeView(info, NodeStatus(name, role, 1, **base), NodeRates(rate, step), pending, 100 * pending)
 
 
-class Nothing:
-    """No node has anything cached."""
-
-    holders = 0
-
-    def has(self, node_id: str) -> bool:
-        return False
-
-    def longest(self) -> Iterator[int]:
-        return iter(())
-
-    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]:
-        return iter(())
-
-    def names(self, nodes: int, most: int, turn: int) -> Iterator[str]:
-        return iter(())
+NOTHING = Overlaps(PrefixRecord().bits, {})  # that is cached
 
 
 VIEWS = st.lists(
@@ -127,7 +111,7 @@ def test_the_least_wait_is_on_it(views: list[NodeView], tokens: int, turn: int) 
     ]
     shortlist, last = filed(views)
     request = RoutingRequest(tokens, 100, turn=turn)
-    few = shortlist.of(PolicyName.LEAST_WAIT, request, Nothing(), None)
+    few = shortlist.of(PolicyName.LEAST_WAIT, request, NOTHING, None)
     for pool in (Role.PREFILL, Role.DECODE):
         among_all = [each for each in last.values() if (each.info.role is Role.PREFILL) == (pool is Role.PREFILL)]
         listed = few.prefill if pool is Role.PREFILL else few.decode
@@ -153,11 +137,11 @@ def test_sessions_and_turns_go_where_they_would_among_all(
     shortlist, _ = filed([*views, view("p0"), view("d0")])
     request = RoutingRequest(100, 100, session=session, turn=turn)
     policy = make_policy(name, LocalPrefill.NEVER)
-    assert policy(shortlist.of(name, request, Nothing(), None), request) == policy(shortlist.every_node(None), request)
+    assert policy(shortlist.of(name, request, NOTHING, None), request) == policy(shortlist.every_node(None), request)
 
 
 def test_slower_nodes_are_on_it_unless_faster_ones_have_nothing_to_do() -> None:
-    def listed(cached: Overlaps | Nothing, **of_the_fast: Any) -> set[str]:
+    def listed(cached: Overlaps, **of_the_fast: Any) -> set[str]:
         fast = [view(f"p{i}", rate=9000.0, **of_the_fast) for i in range(6)]
         slow = [view(f"p{i}", rate=1000.0) for i in range(10, 16)]
         shortlist, _ = filed([*fast, *slow, view("p20")])
@@ -165,8 +149,8 @@ def test_slower_nodes_are_on_it_unless_faster_ones_have_nothing_to_do() -> None:
         return {each.node_id for each in few.prefill} - {"p20"}  # which was not measured: it may be as fast
 
     first_fast, first_slow = {f"p{i}" for i in range(5)}, {f"p{i}" for i in range(10, 15)}
-    assert listed(Nothing()) == first_fast
-    assert listed(Nothing(), waiting_tokens=500) == first_fast | first_slow
+    assert listed(NOTHING) == first_fast
+    assert listed(NOTHING, waiting_tokens=500) == first_fast | first_slow
     record, hashes = PrefixRecord(), PromptHashes(list(range(1600)), None).of(BLOCK)
     record.sent("p11", hashes)
     assert listed(Overlaps(record.bits, {BLOCK: [record.levels(hashes)]})) == {*first_fast, "p11"}
@@ -175,13 +159,13 @@ def test_slower_nodes_are_on_it_unless_faster_ones_have_nothing_to_do() -> None:
 def test_a_node_with_room_is_on_it_however_busy_it_is() -> None:
     nodes = [view(f"d{i}", free_blocks=1, running=1, step=0.01) for i in range(40)]
     shortlist, _ = filed([*nodes, view("d99", running=30, step=0.01)])
-    few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1000, 10), Nothing(), None)
+    few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1000, 10), NOTHING, None)
     assert "d99" in {each.node_id for each in few.decode}
 
 
 def test_where_kv_arrived_wrong_every_prefill_node_is_ranked() -> None:
     shortlist, _ = filed([*(view(f"p{i}") for i in range(40)), view("d0", left_out=[f"p{i}" for i in range(39)])])
-    few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1000, 10), Nothing(), None)
+    few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1000, 10), NOTHING, None)
     decision = make_policy(PolicyName.LEAST_WAIT, LocalPrefill.NEVER)(few, RoutingRequest(1000, 10))
     assert decision.prefill is not None
     assert decision.prefill.node_id == "p39"

@@ -11,7 +11,8 @@ from tandem.router.config import LocalPrefill, RouterConfig
 from tandem.simulator.clock import VirtualLoop
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.outcome import AnswerTimes
-from tandem.simulator.simulation import SimulationSetup, _Simulation
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import _Simulation
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import Role
 from tandem.wire.requests import RequestFacts, Submit

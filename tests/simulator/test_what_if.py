@@ -15,7 +15,8 @@ from tandem.cluster.trace.why_text import show_explanation
 from tandem.loadgen.traces import TraceRow
 from tandem.router.page_state import NodeRow, PageState, RouterState
 from tandem.router.recent import LATEST, RequestAccount
-from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.setup import SimulationSetup
+from tandem.simulator.simulation import simulate
 from tandem.simulator.what_if import compared, other_clusters
 from tests.router.test_router_recent import QUICK
 from tests.simulator.worlds import a_setup

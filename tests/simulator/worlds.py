@@ -10,7 +10,7 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, TransferCost
-from tandem.simulator.simulation import SimulationSetup
+from tandem.simulator.setup import SimulationSetup
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import Role
 

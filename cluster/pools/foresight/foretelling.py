@@ -11,16 +11,17 @@ from concurrent.futures import Future
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.own_thread import in_own_thread
+from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Expectation, not_foretold
 from tandem.cluster.describe import format_seconds
 from tandem.cluster.orders import FORETELL_S
 from tandem.cluster.pools.facts import Facts
-from tandem.cluster.pools.foresight.cores import cores_of
 from tandem.cluster.pools.foresight.watching import sizes_in, why_not_serving
+from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
-from tandem.cluster.pools.state import ClusterState
+from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.wings import Joints
-from tandem.cluster.wings import foresight
+from tandem.cluster.wings import NodeCores, foresight
 from tandem.wire.forecasts import ExpectedFigure, Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
@@ -84,3 +85,25 @@ def said(forecast: Forecast) -> str:
 def _said(one: ExpectedFigure) -> str:
     measured, then, low, high = map(format_seconds, (one.measured, one.then, one.low, one.high))
     return f"{one.what} {measured} → {then} ({low} to {high})"
+
+
+# On a machine with fewer cores than nodes a node more brings nothing where the others use theirs all the time.
+def cores_of(config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int]) -> NodeCores:
+    """The cores of the nodes that there would be: those that are there first, then as new ones would be placed. {} if one computes on a
+    device, or has no machine with room."""
+    nodes = [record for record in state.nodes if record.role not in ENGINE_ROLES]
+    for role in ENGINE_ROLES:
+        size, there = sizes.get(role, 0), [record for record in state.nodes if record.role is role]
+        nodes += there[:size]
+        for number in range(len(there), size):
+            placement = place(config, facts.hosts, nodes, role, state.closed)
+            nodes.append(NodeRecord(f"another {role.value} node {number}", role, placement))
+    if any(record.placement is None or record.placement.device.startswith("cuda") for record in nodes):
+        return {}
+    found: dict[Role, list[frozenset[str]]] = {}
+    for record in nodes:
+        parts = record.placement.parts if record.placement is not None else []
+        found.setdefault(record.role, []).append(
+            frozenset(f"{part.host} {core}" for part in parts for core in part.cores)
+        )
+    return found

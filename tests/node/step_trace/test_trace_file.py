@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.node.step_trace.file import MAX_QUEUED, TraceFile
+from tandem.node.step_trace.part import MAX_QUEUED, TraceFile
 
 
 def lines(path: Path) -> list[bytes]:
