@@ -16,6 +16,7 @@ import dataclasses
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -114,9 +115,14 @@ def measure(options: argparse.Namespace) -> BesideBatch:
     sessions = replay(
         rows, IdVocabulary(load_tokenizer(model)), random.randrange(1 << 31), options.speed, options.lengths
     )
-    flags = ("--prefill", "1", "--decode", "1", "--set", f"router.batches_folder={folder / 'batches'}")
     adopt_orphans()
-    with running(tandem_system("beside-batch", "Tandem 1P+1D", model, *flags), folder) as started:
+    flags = ("--prefill", "1", "--decode", "1", "--set")
+    with (
+        tempfile.TemporaryDirectory() as batches,
+        running(
+            tandem_system("", "Tandem 1P+1D", model, *flags, f"router.batches_folder={batches}"), folder
+        ) as started,
+    ):
         found = BesideBatch(started.system.url, started.model, sessions)
         asyncio.run(found.play())  # no turn is the first
         for turn in range(options.turns):
