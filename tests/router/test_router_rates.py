@@ -9,9 +9,10 @@ from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.router.test_router_pool import info, status
 
 
-def counted(role: Role, waiting_tokens: int = 0, **counters: float) -> NodeStatus:
-    counted = msgspec.convert(counters, NodeCounters)
-    return status(info("n", role=role), counters=counted, waiting_tokens=waiting_tokens)
+def counted(role: Role, **counters: float) -> NodeStatus:
+    waiting_tokens = int(counters.pop("waiting_tokens", 0))
+    told = msgspec.convert(counters, NodeCounters)
+    return status(info("n", role=role), counters=told, waiting_tokens=waiting_tokens)
 
 
 def test_a_prefill_nodes_rate_is_its_prompt_tokens_over_its_steps() -> None:
