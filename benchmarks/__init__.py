@@ -13,6 +13,7 @@
     router, router_worst
                      the router alone, and the worst that one key or a stranger can do to it (router_attacks). router_bed has the
                      processes of both
+    beside_batch     what users feel of a batch on a real cluster
     recompute        many long prompts at once in a running cluster: what is computed twice
     simulation       the simulator compared with real runs
     forecasts        what is foretold of a change of sizes, graded on a real cluster

@@ -35,7 +35,7 @@ def counters(url: str) -> Counter[str]:
     families = text_string_to_metric_families(text_of(url, "/metrics"))
     found: Counter[str] = Counter()
     for sample in (one for family in families for one in family.samples):
-        found[sample.name] += int(sample.value)
+        found[sample.name] += int(sample.value) if sample.value.is_integer() else sample.value  # type: ignore[assignment]
     return found
 
 

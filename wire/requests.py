@@ -295,10 +295,12 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     reused_after_seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    decode_steps: int = 0  # steps that computed no prompt, and how long the model needed for them, all together
+    # Steps that computed no prompt, and how long the model needed for them; without what ran because nothing else did.
+    decode_steps: int = 0
     decode_seconds: float = 0.0
-    idle_steps: int = 0  # of these, what ran because nothing else did, such as the lines of batches
+    idle_steps: int = 0  # of all steps, what ran because nothing else did, such as the lines of batches
     idle_seconds: float = 0.0
+    idle_tokens_read: int = 0
     idle_tokens_written: int = 0
     # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
     step_tokens: tuple[int, ...] = ()
@@ -333,6 +335,11 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     model_errors: int = 0  # requests that ended because the model computed something that is not a number
     client_errors: int = 0  # of those that finished with "error": refused for what their client sent, or out of time
     step_costs: StepCosts | None = None  # None: this node learns none, or has made no step
+
+    @property
+    def reading(self) -> tuple[float, int]:
+        """The seconds of steps, and the tokens of prompts that they computed, without what ran because nothing else did."""
+        return self.step_seconds - self.idle_seconds, self.prompt_tokens_computed - self.idle_tokens_read
 
     def in_full(self) -> dict[str, Any]:
         """Returns all counters as JSON, zero or not."""

@@ -56,7 +56,7 @@ class IdleWork:
         self.resting: list[Request] = []  # running requests that have no part in steps, in order of admission
         self.count = 0  # unfinished ones, wherever they are
         self.rows = IdleStepLimit(first=8, least=1)  # how many of these decode in a step
-        self.prompt_tokens = IdleStepLimit(first=256, least=32)  # how many tokens of their prompts a step computes
+        self.prompt_tokens = IdleStepLimit(first=32, least=32)  # how many tokens of their prompts a step computes
         self.yields = False  # other requests could compute in the step that is being planned
 
     def __bool__(self) -> bool:
@@ -73,6 +73,11 @@ class IdleWork:
     def put_back(self, request: Request) -> None:
         """A preempted request is the next to be admitted."""
         self.line.appendleft(request)
+
+    @property
+    def fills_step(self) -> bool:
+        """Whether the step that was planned last is of this work."""
+        return bool(self.count) and not self.yields
 
     def begin_step(self, state: RequestPlaces) -> None:
         """Called before a step is planned. Takes this work out of it while there is other work, and puts it back when there is

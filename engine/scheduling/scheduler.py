@@ -257,7 +257,7 @@ class Scheduler:
         idle work is shorter, because a request that comes waits for its end. Otherwise it takes some times as long: who is
         in it gets its first token, and who comes its turn, only when it ends."""
         state, fitting = self.state, self._pace.tokens
-        if state.idle_work.count and not state.idle_work.yields and state.config.chunked_prefill:
+        if state.idle_work.fills_step and state.config.chunked_prefill:
             return min(budget, state.idle_work.prompt_tokens.most)
         if fitting >= budget or not state.config.chunked_prefill:
             return budget
@@ -340,6 +340,9 @@ class Scheduler:
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """Notes how long the model needed for a step. The prompt budget of later steps follows from it."""
+        if self.state.idle_work.fills_step:
+            self._took_idle(step, seconds)
+            return
         if made_here := sum(one.length for one in step.encoder_inputs if one.rows is None):
             # The vision tower took most of the time, so it says nothing about prompt tokens.
             self._tower_pace.took(made_here, seconds)
@@ -351,14 +354,14 @@ class Scheduler:
             self.state.totals.decoded(1, seconds)
         if self._judge is not None:
             self._judge.took(step, seconds)
-        work = self.state.idle_work
-        if not work.count or work.yields:
-            return
-        self.state.totals.worked_idle(step.num_scheduled_tokens.values(), seconds)
+
+    def _took_idle(self, step: SchedulerOutput, seconds: float) -> None:
+        """A step of idle work changes only its own limits, and none of what users' requests are planned and routed by."""
+        work, read = self.state.idle_work, step.num_prompt_tokens
+        written = step.total_num_scheduled_tokens - read
+        self.state.totals.worked_idle(1, seconds, read, written)
         if not step.encoder_inputs:
-            bound, count = work.rows, step.total_num_scheduled_tokens
-            if step.num_prompt_tokens:
-                bound, count = work.prompt_tokens, step.num_prompt_tokens
+            bound, count = (work.prompt_tokens, read) if read else (work.rows, written)
             bound.took(count, seconds, IDLE_STEP * self.state.config.step_target_ms / 1000)
 
     def update_from_output(
@@ -392,8 +395,12 @@ class Scheduler:
     def take_unchanged_steps(self, steps: int, seconds: float) -> None:
         """Plans and books that many unchanged steps at once, which take `seconds` together. In each, every running request gets
         its newest token again."""
+        rows = len(self.state.running)
         take_unchanged_steps(self.state, steps)
-        self.state.totals.decoded(steps, seconds)
+        if self.state.idle_work.fills_step:
+            self.state.totals.worked_idle(steps, seconds, 0, steps * rows)
+        else:
+            self.state.totals.decoded(steps, seconds)
 
     def lend_blocks(self, borrower: Request) -> Tables | None:
         """Allocates blocks for all tokens of a request that is never scheduled, or returns None if that would take more than

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -46,10 +46,11 @@ class Totals(ResidencyTotals):
     prompt_tokens_looked_up: int = 0
     prompt_tokens_asked: int = 0
     output_tokens: int = 0
-    decode_steps: int = 0  # that computed no prompt
+    decode_steps: int = 0  # that computed no prompt, without those of idle work
     decode_seconds: float = 0.0  # how long the model needed for these
     idle_steps: int = 0  # of what runs when nothing else does, such as the lines of batches
     idle_seconds: float = 0.0
+    idle_tokens_read: int = 0  # of prompts
     idle_tokens_written: int = 0
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
@@ -79,11 +80,12 @@ class Totals(ResidencyTotals):
         self.decode_steps += steps
         self.decode_seconds += seconds
 
-    def worked_idle(self, rows: Iterable[int], seconds: float) -> None:
-        """A step of idle work, which computed so many tokens of each request."""
-        self.idle_steps += 1
+    def worked_idle(self, steps: int, seconds: float, read: int, written: int) -> None:
+        """Steps of idle work, which read and wrote so many tokens together."""
+        self.idle_steps += steps
         self.idle_seconds += seconds
-        self.idle_tokens_written += sum(count == 1 for count in rows)
+        self.idle_tokens_read += read
+        self.idle_tokens_written += written
 
     def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
         self.speculative_steps += 1
@@ -385,6 +387,8 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
     """See Scheduler.leave_open."""
     if step.ran_short or step.reads_loads or step.spec_token_ids or not step.num_scheduled_tokens:
         return False
+    if state.idle_work.fills_step:
+        return False  # a request that comes would wait for the next step, too
     if step.draft_limits:
         return False  # drafts for the next step depend on this step's tokens
     if state.has_drafts:

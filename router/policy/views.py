@@ -62,7 +62,7 @@ class NodeRates(msgspec.Struct, gc=False):
 
     A prefill node's steps hold only prompts, so its counters give its rate. A decode node's steps mix prompts
     with the next tokens of running requests, so its rate is only measured by requests whose prompt it
-    computed itself.
+    computed itself. Steps of idle work are short, so they are in no rate.
     """
 
     prefill_tokens_per_s: float | None = None
@@ -83,12 +83,12 @@ class NodeRates(msgspec.Struct, gc=False):
                 self.line_seconds = -1.0
             return
         if status.waiting_tokens:
-            self._on_line(counters.step_seconds, counters.prompt_tokens_computed)
+            self._on_line(*counters.reading)
         else:
             self.line_seconds = -1.0
         is_prefill = status.role is _PREFILL
         if is_prefill:
-            count, seconds, least = counters.prompt_tokens_computed, counters.step_seconds, MIN_PROMPT_TOKENS
+            (seconds, count), least = counters.reading, MIN_PROMPT_TOKENS
         else:
             count, seconds, least = counters.decode_steps, counters.decode_seconds, MIN_STEPS
         if self.count >= 0:

@@ -10,7 +10,9 @@ from tests.router.test_router_pool import info, status
 
 
 def counted(role: Role, **counters: float) -> NodeStatus:
-    return status(info("n", role=role), counters=msgspec.convert(counters, NodeCounters))
+    waiting_tokens = int(counters.pop("waiting_tokens", 0))
+    told = msgspec.convert(counters, NodeCounters)
+    return status(info("n", role=role), counters=told, waiting_tokens=waiting_tokens)
 
 
 def test_a_prefill_nodes_rate_is_its_prompt_tokens_over_its_steps() -> None:
@@ -42,6 +44,17 @@ def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
     )
     assert rates.step_s == pytest.approx(0.02), "steps with prompts count for nothing"
     assert rates.prefill_tokens_per_s is None
+
+
+def test_what_runs_when_nothing_else_does_is_in_no_rate() -> None:
+    """The lines of a batch are read in short steps. Requests would go to nodes that had read more of them, or fewer."""
+    idle = {"idle_steps": 90, "idle_seconds": 7.0, "idle_tokens_read": 2000, "idle_tokens_written": 300}
+    rates = NodeRates()
+    rates.on_status(counted(Role.PREFILL, waiting_tokens=9))
+    rates.on_status(
+        counted(Role.PREFILL, prompt_tokens_computed=2500, step_seconds=7.25, steps=91, waiting_tokens=9, **idle)
+    )
+    assert rates.prefill_tokens_per_s == rates.line_tokens_per_s == pytest.approx(2000)
 
 
 def test_a_few_steps_are_collected_before_they_are_believed() -> None:

@@ -92,17 +92,15 @@ class LoadMeter:
         self._seen[status.node_id] = _Seen(now, status.epoch, counters)
         if before is None or before.epoch != status.epoch or now <= before.at:
             return None
-        seconds = max(0.0, counters.step_seconds - before.counters.step_seconds)
-        tokens = counters.prompt_tokens_computed - before.counters.prompt_tokens_computed
         # A pool has the size that users need. What runs when nothing else does makes do with what they leave.
-        idle_s = counters.idle_seconds - before.counters.idle_seconds
-        idle_steps = counters.idle_steps - before.counters.idle_steps
-        used_s = max(0.0, seconds - idle_s)
-        steps, token_s = counters.steps - before.counters.steps - idle_steps, used_s
+        used_s, tokens = (now - then for now, then in zip(counters.reading, before.counters.reading, strict=True))
+        used_s = max(0.0, used_s)
+        steps, token_s = counters.steps - before.counters.steps, used_s
+        steps -= counters.idle_steps - before.counters.idle_steps
         written = counters.output_tokens - before.counters.output_tokens
         written -= counters.idle_tokens_written - before.counters.idle_tokens_written
-        answering = counters.decode_steps - before.counters.decode_steps - idle_steps
-        answering_s = max(0.0, counters.decode_seconds - before.counters.decode_seconds - idle_s)
+        answering = counters.decode_steps - before.counters.decode_steps
+        answering_s = counters.decode_seconds - before.counters.decode_seconds
         if written < steps:
             # Some steps read a prompt while the node had no answer to write: no one waited for a token.
             steps, token_s = answering, answering_s
@@ -111,7 +109,7 @@ class LoadMeter:
             busy=min(1.0, max(used_s, status.step_age_s) / (now - before.at)),
             step_s=token_s / steps if steps > 0 else 0.0,
             answering_s=answering_s / answering if answering > 0 else 0.0,
-            tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
+            tokens_per_s=tokens / used_s if tokens >= _MIN_PROMPT_TOKENS and used_s > 0 else None,
             written_per_s=max(written, 0) / (now - before.at),
         )
 

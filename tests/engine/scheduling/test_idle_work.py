@@ -38,7 +38,8 @@ def test_what_it_takes_is_counted_apart() -> None:
         driver.scheduler.took(step, 0.5)
         driver.finish(step)
     stats = driver.scheduler.stats()
-    assert (stats.idle_steps, stats.idle_seconds, stats.idle_tokens_written) == (3, 1.5, 1)
+    assert (stats.idle_steps, stats.idle_seconds, stats.idle_tokens_read, stats.idle_tokens_written) == (3, 1.5, 6, 1)
+    assert stats.decode_steps == 0, "routers and the autoscaler measure users' steps by these"
     assert stats.idle_blocks == 2
     driver.add("asked", prompt=6, max_tokens=3)
     step = driver.schedule()
@@ -126,8 +127,32 @@ def test_they_rest_while_a_requests_kv_is_on_its_way() -> None:
 def test_their_steps_stay_short_because_a_request_may_come() -> None:
     driver = Driver(step_target_ms=10, max_num_batched_tokens=2000, max_model_len=4000, num_blocks=2000)
     driver.add("idle", prompt=3000, max_tokens=1, when_idle=True)
-    for seconds, tokens in ((0.001, 256), (0.001, 512), (0.01, 1024), (0.004, 512)):
+    for seconds, tokens in ((0.001, 32), (0.001, 64), (0.001, 128), (0.01, 256), (0.004, 128)):
         step = driver.schedule()
         assert step.total_num_scheduled_tokens == tokens  # at most twice as many, and as fit into half of the target
         driver.scheduler.took(step, seconds)
         driver.finish(step)
+
+
+def test_their_steps_change_no_step_of_others() -> None:
+    """Short steps seem slow, because reading the weights takes most of them."""
+    driver = Driver(step_target_ms=200, max_num_batched_tokens=2000, max_model_len=4000, num_blocks=2000)
+    driver.add("idle", prompt=100, max_tokens=1, when_idle=True)
+    step = driver.schedule()
+    driver.scheduler.took(step, 1.0)
+    driver.finish(step)
+    driver.add("asked", prompt=1500, max_tokens=1)
+    assert driver.schedule().num_scheduled_tokens == {"asked": 1500}
+
+
+def test_no_step_is_planned_while_one_of_theirs_runs() -> None:
+    """A request that came in between would wait for both."""
+    driver = Driver()
+    driver.add("idle", prompt=6, max_tokens=9, when_idle=True)
+    step = driver.schedule()
+    assert not driver.scheduler.leave_open(step)
+    driver.finish(step)
+    driver.add("asked", prompt=6, max_tokens=9)
+    step = driver.schedule()
+    assert list(step.num_scheduled_tokens) == ["asked"]
+    assert driver.scheduler.leave_open(step)

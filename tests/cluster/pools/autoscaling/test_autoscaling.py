@@ -211,7 +211,7 @@ def test_what_runs_when_nothing_else_does_is_no_load() -> None:
     meter = LoadMeter(10)
     users = {"steps": 20, "step_seconds": 2.0, "output_tokens": 60}
     both = {"steps": 100, "step_seconds": 9.5, "output_tokens": 700}
-    apart = {"idle_steps": 80, "idle_seconds": 7.5, "idle_tokens_written": 640}
+    apart = {"idle_steps": 80, "idle_seconds": 7.5, "idle_tokens_read": 2000, "idle_tokens_written": 640}
     found = []
     for counters, fields in ((users, {}), ({**both, **apart}, {"free_blocks": 5, "idle_blocks": 45})):
         meter.look(1.0, [status()])
