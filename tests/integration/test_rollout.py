@@ -152,7 +152,7 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
 
     prompts = [[(11 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
     with deploy(float32_config(smollm2_path, prefill=0, decode=0, aggregated=2)) as server:
-        control = server.deployment.control
+        control = server.deployment
 
         def get_sigterm(process: NodeSupervisor | RouterSupervisor) -> None:
             os.kill(loop_thread.run(find_process(process.name, server.namespace)).pid, signal.SIGTERM)
