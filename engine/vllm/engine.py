@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_TRANSFERS = ConnectorOutput()
+_LOOK_S = 1.0
 
 
 class VllmEngine:
@@ -127,6 +128,8 @@ class VllmEngine:
 
     def step(self) -> StepResult:
         began, core = self._clock(), self._core
+        if getattr(core.model_executor, "is_failed", False):
+            raise InternalError("a process of vLLM's ranks has ended")
         if not (core.scheduler.has_requests() or core.batch_queue):
             return StepResult([], False)
         core.scheduler.newest = None
@@ -277,7 +280,8 @@ class VllmEngine:
         tracer.on_step(step, output, transfers, StepTimes(began, began, ended, ended))
 
     def seconds_until_due(self) -> float | None:
-        return None
+        """vLLM says only where it is asked that one of its ranks' processes has ended."""
+        return _LOOK_S if hasattr(self._core.model_executor, "is_failed") else None
 
     def turn_ended(self, job_id: str, request_id: str, called: list[str] | None) -> None: ...
 
