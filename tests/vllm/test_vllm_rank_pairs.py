@@ -11,12 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from tandem.base.errors import InternalError
+from tandem.base.errors import NodeLost
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.contract import NodeEngine
 from tandem.engine.request import Request
@@ -135,5 +136,52 @@ def test_the_end_of_an_idle_ranks_process_is_an_error(pair: tuple[RanksNode, Ran
     assert consumer.engine.seconds_until_due() == 1.0, "vLLM does not wake its node"
     consumer.processes[1].kill()
     consumer.processes[1].join()
-    with pytest.raises(InternalError, match="a process of vLLM's ranks has ended"):
+    with pytest.raises(NodeLost, match="a process of vLLM's ranks has ended"):
         until(lambda: False, consumer)
+
+
+class CoreOfRanks:
+    """What the engine touches of vLLM's core before and in a step."""
+
+    def __init__(self, *, loses_rank: bool) -> None:
+        self._loses_rank = loses_rank
+        self.model_executor = SimpleNamespace(is_failed=False)
+        self.structured_output_manager = SimpleNamespace(executor=None)
+        self.scheduler: Any = SimpleNamespace(
+            has_requests=lambda: True, kv_cache_config=SimpleNamespace(kv_cache_groups=[], num_blocks=1), newest=None
+        )
+        self.batch_queue = None
+
+    def step_fn(self) -> Any:
+        self.model_executor.is_failed = self._loses_rank
+        raise RuntimeError("cancelled")
+
+
+def engine_of(core: CoreOfRanks) -> NodeEngine:
+    from tandem.engine.vllm.engine import VllmEngine
+
+    info: Any = SimpleNamespace(max_model_len=100, num_blocks=1, groups=(), num_layers=1)
+    return VllmEngine(core, info, lambda group: group)
+
+
+def test_a_step_that_a_rank_does_not_survive_says_that_the_node_is_lost() -> None:
+    engine = engine_of(CoreOfRanks(loses_rank=True))
+    with pytest.raises(NodeLost, match="a process of vLLM's ranks has ended"):
+        engine.step()
+
+
+def test_an_idle_node_finds_out_by_itself() -> None:
+    core = CoreOfRanks(loses_rank=True)
+    engine = engine_of(core)
+    core.scheduler.has_requests = lambda: False
+    assert not engine.step().progressed
+    assert engine.seconds_until_due() == 1.0
+    core.model_executor.is_failed = True
+    with pytest.raises(NodeLost):
+        engine.step()
+
+
+def test_another_error_stays_what_it_is() -> None:
+    engine = engine_of(CoreOfRanks(loses_rank=False))
+    with pytest.raises(RuntimeError, match="cancelled"):
+        engine.step()

@@ -3,6 +3,8 @@ answers stay those of one vLLM alone."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,17 @@ import httpx
 import pytest
 
 from tests.integration.cluster_lab import Serve
-from tests.vllm.conftest import NEEDS_PYTHON, START_S, answers_alone, is_at_rest, nodes, prompt, serve_vllm, until
+from tests.vllm.conftest import (
+    NEEDS_PYTHON,
+    START_S,
+    answers_alone,
+    is_at_rest,
+    nodes,
+    pid_of_node,
+    prompt,
+    serve_vllm,
+    until,
+)
 
 pytestmark = [NEEDS_PYTHON, pytest.mark.timeout(1800)]
 TOKENS = 16
@@ -59,3 +71,51 @@ def test_answers_are_those_of_one_rank(served: tuple[Serve, httpx.Client], expec
     now = nodes(client)
     assert [(node["counters"]["loads_failed"], node["counters"]["transfer_refusals"]) for node in now] == [(0, {})] * 2
     assert sum(node["counters"]["prompt_tokens_computed"] for node in now if node["role"] == "decode") == 0
+
+
+def test_the_end_of_a_rank_ends_its_node_and_no_answer(served: tuple[Serve, httpx.Client]) -> None:
+    """In the middle of an answer, which goes on where it was, and then with nothing to do."""
+    command, client = served
+    if ranks_of(command, client, node_of(client)["node_id"]) == []:
+        pytest.skip("the decode node is one process")
+    whole = ask(client, PROMPTS[9], max_tokens=600)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, client, PROMPTS[9], max_tokens=600)
+        until(client, lambda now: any(node["running"] for node in now if node["role"] == "decode"))
+        first = kill_rank(command, client)
+        assert answer.result() == whole
+    until(client, lambda now: is_at_rest(now) and bool(incarnations(now) - {first}), START_S)
+    assert ask(client, PROMPTS[9]) == whole[:TOKENS]
+    second = kill_rank(command, client)
+    assert second != first
+    until(client, lambda now: second not in incarnations(now))
+
+
+def node_of(client: httpx.Client) -> dict[str, Any]:
+    (node,) = (node for node in nodes(client) if node["role"] == "decode")
+    return node
+
+
+def ranks_of(command: Serve, client: httpx.Client, name: str) -> list[int]:
+    parent = pid_of_node(command, client, name)
+    return [pid for pid in command.processes() if is_rank(pid, parent)]
+
+
+def kill_rank(command: Serve, client: httpx.Client) -> str:
+    """Returns the incarnation of the decode node whose last rank was killed."""
+    node = node_of(client)
+    os.kill(max(ranks_of(command, client, node["node_id"])), signal.SIGKILL)
+    incarnation: str = node["incarnation"]
+    return incarnation
+
+
+def is_rank(pid: int, parent: int) -> bool:
+    try:
+        status, title = (Path("/proc", str(pid), name).read_text() for name in ("status", "cmdline"))
+    except OSError:  # it has ended
+        return False
+    return f"PPid:\t{parent}\n" in status and title.startswith("VLLM::Worker")
+
+
+def incarnations(found: list[dict[str, Any]]) -> set[str]:
+    return {node["incarnation"] for node in found if node["role"] == "decode" and node["state"] == "ready"}
