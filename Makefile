@@ -24,7 +24,7 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
 #                    environment of its own under build/ (about ten minutes, two of them without the installation);
 #                    SETS='clients litellm aiperf guidellm gateway' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
-# make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about fifteen minutes). vLLM's environment is made under build/vllm
+# make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about twenty minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
 # make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
 # make test-versions OTHER=COMMIT   nodes, routers and controllers of this version and of that commit in one cluster, under load
@@ -140,7 +140,8 @@ test-gpu-kernels: install
 VLLM_ENV ?= build/vllm
 test-vllm: install $(VLLM_ENV)/bin/vllm
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 $(ARGS) tests/vllm/test_vllm_engine.py
-	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs $(ARGS) tests/vllm/test_vllm_served.py tests/vllm/test_vllm_handover.py tests/vllm/test_vllm_layouts.py tests/vllm/test_vllm_adapters.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 $(ARGS) tests/vllm/test_vllm_rank_pairs.py
+	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs $(ARGS) tests/vllm/test_vllm_served.py tests/vllm/test_vllm_handover.py tests/vllm/test_vllm_layouts.py tests/vllm/test_vllm_adapters.py tests/vllm/test_vllm_ranks.py
 
 build/vllm/bin/vllm:
 	@echo "installing vLLM into build/vllm (once; some minutes)"

@@ -68,7 +68,7 @@ def main() -> int:
         cache=CacheConfig(memory_bytes=1 << 29),
         scheduler=SchedulerConfig(max_model_len=asked.tokens + 2 * asked.steps, max_num_seqs=asked.users),
     )
-    connect = Connect(lambda groups: (SchedulerHalf(groups[0].block_size), NoPeers()), False)
+    connect = Connect(lambda groups, lines: (SchedulerHalf(groups[0].block_size), NoPeers()), False)
     engine: Any = make(config, model, lambda what, share: None, connect)
     from tandem.engine.vllm.connector import TandemConnector
 

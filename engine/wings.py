@@ -6,6 +6,7 @@ node's process.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -25,9 +26,8 @@ ROWS = ("tandem.engine.vllm.wing",)
 class Connect(NamedTuple):
     """The node's connector, and what becomes of a request whose load fails."""
 
-    halves: Callable[
-        [Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]
-    ]  # for a cache of these groups
+    # For a cache of these groups, with lines to the ranks that keep it, as in `ConnectorContext`.
+    halves: Callable[[Sequence[KVCacheGroup], Sequence[socket.socket]], tuple[SchedulerConnector, WorkerConnector]]
     fails: bool  # with its load; otherwise the engine computes what did not come
 
 

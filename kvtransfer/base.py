@@ -303,8 +303,8 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     remote: bool = False
     mirror: bool = False  # another node's tier also gets copies of the blocks that running requests fill
     # One socket to each of the node's other ranks, in rank order, where every rank keeps its heads in its own
-    # memory. The connector sends moves over them to the ranks that carry them out. A connector that takes them
-    # closes them.
+    # memory; to every rank, where the cache is elsewhere (see KVCacheMemory). The connector sends moves over them to the
+    # ranks that carry them out. A connector that takes them closes them.
     rank_lines: Sequence[socket.socket] = ()
     tier_lines: Sequence[socket.socket] = ()  # the same, for copies between a rank's memory and its tiers
     sources: NodeSources = msgspec.field(default_factory=NodeSources)

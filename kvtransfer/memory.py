@@ -68,7 +68,8 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     `tensor` is [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim], contiguous: all layers of a block
     lie side by side, so a whole block is one run of bytes and one descriptor. The parts are keys and values, or one
     part of latents. Slot s holds layer s of the block's group. The tensor may be a view of memory in which a block's
-    axes have another order, if there are no gaps in and between blocks.
+    axes have another order, if there are no gaps in and between blocks. On torch's meta device it is a shape alone: the
+    node's ranks are all other processes, and keep the heads in their memory.
     """
 
     tensor: torch.Tensor
@@ -84,6 +85,10 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     heads: HeadShare | None = None
     # The layers in this tensor, if each rank keeps those of one stage; only with `heads`.
     layers: LayerShare | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return bool(self.tensor.is_meta)
 
     @property
     def num_blocks(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,9 @@ class EngineNode(Node[NodeService]):
         config = self.config
         transfer = config.transfer
 
-        def halves(groups: Sequence[KVCacheGroup]) -> tuple[SchedulerConnector, WorkerConnector]:
+        def halves(
+            groups: Sequence[KVCacheGroup], lines: Sequence[socket.socket]
+        ) -> tuple[SchedulerConnector, WorkerConnector]:
             return self._make_connector(
                 ConnectorContext(
                     node_id=config.node_id,
@@ -129,6 +132,7 @@ class EngineNode(Node[NodeService]):
                     wake=mailbox.wake,
                     state_blocks=groups[-1].blocks_per_request,
                     groups=groups,
+                    rank_lines=lines,
                 )
             )
 

@@ -107,6 +107,7 @@ WINGS: dict[str, Wing] = {
             "tests/node/ranks/",
             "tests/kvtransfer/kv_wide_engine.py",
             "tests/kvtransfer/test_rank_lines.py",
+            "tests/engine/vllm/test_rank_lines_of_vllm.py",
             "tests/kvtransfer/test_wide_caches.py",
             "tests/kvtransfer/test_wide_faults.py",
             "tests/kvtransfer/offload/test_tier_ranks.py",

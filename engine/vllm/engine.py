@@ -12,6 +12,7 @@ from tandem.base.errors import (
     InternalError,
     InvalidRequest,
     KVLoadFailed,
+    NodeLost,
     RequestError,
     TandemError,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_TRANSFERS = ConnectorOutput()
+_LOOK_S = 1.0
 
 
 class VllmEngine:
@@ -127,10 +129,15 @@ class VllmEngine:
 
     def step(self) -> StepResult:
         began, core = self._clock(), self._core
+        self._check_ranks()
         if not (core.scheduler.has_requests() or core.batch_queue):
             return StepResult([], False)
         core.scheduler.newest = None
-        outputs, computed = core.step_fn()
+        try:
+            outputs, computed = core.step_fn()
+        except RuntimeError:  # what waits for a rank's answer is cancelled when the rank has ended
+            self._check_ranks()
+            raise
         core.post_step(computed)
         transfers = self._handover.take() if self._handover is not None else _NO_TRANSFERS
         ended, plan = self._clock(), core.scheduler.newest
@@ -144,6 +151,11 @@ class VllmEngine:
             self._trace(self.tracer, plan, updates, transfers, began, ended)
         progressed = computed or bool(updates) or outputs is None or not transfers.is_empty
         return StepResult(updates, progressed, ask_again=not progressed and self._is_due())
+
+    def _check_ranks(self) -> None:
+        """Raises NodeLost, so that requests go on elsewhere."""
+        if getattr(self._core.model_executor, "is_failed", False):
+            raise NodeLost("a process of vLLM's ranks has ended")
 
     def _is_due(self) -> bool:
         """Whether another step may do more though nothing arrives. Requests that wait for a peer are woken by the connector."""
@@ -277,7 +289,8 @@ class VllmEngine:
         tracer.on_step(step, output, transfers, StepTimes(began, began, ended, ended))
 
     def seconds_until_due(self) -> float | None:
-        return None
+        """vLLM says only where it is asked that one of its ranks' processes has ended."""
+        return _LOOK_S if hasattr(self._core.model_executor, "is_failed") else None
 
     def turn_ended(self, job_id: str, request_id: str, called: list[str] | None) -> None: ...
 

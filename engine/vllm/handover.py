@@ -7,13 +7,14 @@ nothing can write to them any more; until then the request waits with them.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.request import Request
-from tandem.engine.vllm.layout import VllmCache
-from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, SchedulerConnector, WorkerConnector
+from tandem.engine.vllm.layout import RankOf, VllmCache
+from tandem.engine.vllm.ranks import RanksDoor
+from tandem.engine.wings import Connect
+from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, LoadFailure, SchedulerConnector, WorkerConnector
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import CachePeers, KVTransferParams
 
@@ -96,14 +97,14 @@ class Handover:
     worker: WorkerConnector
     layout: VllmCache
 
-    def __init__(
-        self, halves: Callable[[Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]], *, fails: bool
-    ) -> None:
-        """`fails`: a request fails with its load; otherwise it computes what did not come."""
-        self.fails = fails
-        self._halves = halves
+    def __init__(self, connect: Connect, ranks: int = 1, heads: int = 0) -> None:
+        """`ranks`: more than one are other processes, which open their lines by this object's key. `heads`: see `RankOf`."""
+        self.fails = connect.fails
+        self._halves = connect.halves
         self._has_begun = False
         self.key = uuid.uuid4().hex
+        self._of = RankOf(0, ranks, heads)
+        self._door = RanksDoor(self.key, ranks) if ranks > 1 else None
         self.identity = ""  # of what lies in the cache's blocks: set before vLLM makes its cache
         self.vocab_size = 0
         self.views: dict[str, TransferView] = {}  # of requests that have not ended
@@ -113,16 +114,39 @@ class Handover:
         HANDOVERS[self.key] = self
 
     def begin(self, config: Any) -> None:
-        """Makes the halves for a cache of this KVCacheConfig. vLLM's worker calls it, and then its scheduler. Raises ConfigurationError
-        for a cache that is not handed over."""
-        if not self._has_begun:
-            self.layout = VllmCache(config)
-            self.layout.check()
-            self.scheduler, self.worker = self._halves(self.layout.groups)
-            self._has_begun = True
+        """Makes the halves for a cache of this KVCacheConfig. vLLM's worker calls it, if it is in this process, and then its scheduler.
+        Raises ConfigurationError for a cache that is not handed over."""
+        if self._has_begun:
+            return
+        self.layout = VllmCache(config)
+        self.layout.check()
+        lines = self._door.lines() if self._door is not None else ()
+        self.scheduler, self.worker = self._halves(self.layout.groups, lines)
+        self._has_begun = True
+        if self.has_ranks:
+            self.register(None)
 
-    def register(self, cache: torch.Tensor) -> None:
-        self.worker.register_kv_caches(self.layout.memory(cache, self.identity, self.vocab_size))
+    @property
+    def has_ranks(self) -> bool:
+        """Whether vLLM computes in other processes."""
+        return self._door is not None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What vLLM's configuration carries to its connectors, wherever they are."""
+        return {"handover": self.key, "ranks": self._of.ranks, "heads": self._of.heads}
+
+    def register(self, cache: torch.Tensor | None) -> None:
+        """None: the ranks have registered theirs."""
+        self.worker.register_kv_caches(self.layout.memory(cache, self.identity, self.vocab_size, self._of))
+
+    def start_step(self, plan: ConnectorMetadata) -> None:
+        self.worker.bind_connector_metadata(plan)
+        self.worker.handle_preemptions()
+        self.worker.start_load_kv()
+
+    def save(self) -> None:
+        self.worker.wait_for_save()
 
     def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """What vLLM may hear now: requests that are sent, received, and failed. Called once in each step."""
@@ -159,5 +183,7 @@ class Handover:
 
     def close(self) -> None:
         HANDOVERS.pop(self.key, None)
+        if self._door is not None:
+            self._door.close()
         if self._has_begun:
             self.worker.shutdown()

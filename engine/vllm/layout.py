@@ -2,25 +2,46 @@
 
 With blocks outermost all layers of a block lie side by side, whatever they keep: keys and values of one or of several shapes, latents,
 or recurrent states. So a block is moved whole, and what lies where in it is vLLM's matter: two nodes pair only if their caches have
-the same identity.
+the same identity. Of several ranks each has a block of its own under the same number. Where the heads lie one after another in it, a node
+may have other ranks than its peer; elsewhere each rank's block counts as one head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 
 if TYPE_CHECKING:
     import torch
 
 # Kinds of layers whose blocks may be handed over: their tables are positional, as ours are.
 _HANDED_OVER = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
+# Those that keep keys and values, head by head.
+_OF_HEADS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _ALONE = "serve it with nodes that do both (--aggregated N)"
+
+
+class RankOf(NamedTuple):
+    """The rank whose cache it is. `heads`: those whose keys and values all ranks keep together, if each head's lie in one piece; 0: only
+    vLLM knows what lies where."""
+
+    rank: int = 0
+    ranks: int = 1
+    heads: int = 0
+
+    @property
+    def share(self) -> HeadShare:
+        """If there are fewer heads than ranks, several have the same one, as vLLM splits them."""
+        return HeadShare(self.rank * self.heads // self.ranks, max(1, self.heads // self.ranks), self.heads)
+
+
+_ALL = RankOf()
 
 
 class VllmCache:
@@ -78,8 +99,9 @@ class VllmCache:
                 "cache.prefix_caching to false to hand them over, or " + _ALONE
             )
 
-    def memory(self, cache: torch.Tensor, model: str, vocab_size: int) -> KVCacheMemory:
-        """`cache`: any layer's, all of which lie in one allocation. Raises ConfigurationError where blocks are not outermost."""
+    def memory(self, cache: torch.Tensor | None, model: str, vocab_size: int, of: RankOf = _ALL) -> KVCacheMemory:
+        """`cache`: any layer's, all of which lie in one allocation; None: each rank is another process, and this one describes what they
+        keep together. Raises ConfigurationError where blocks are not outermost."""
         import torch  # vLLM has loaded it
 
         blocks, stride = self.num_blocks, int(self._config.kv_cache_tensors[0].block_stride)
@@ -90,18 +112,42 @@ class VllmCache:
             )
         if stride % self.block_size:
             raise ConfigurationError(f"vLLM's blocks of {stride} bytes hold {self.block_size} tokens: {_ALONE}")
-        shape = (blocks, 1, 1, 1, self.block_size, stride // self.block_size)
-        whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
-        kept = hashlib.sha256(repr(self._config.kv_cache_groups).encode()).hexdigest()[:16]
+        groups = self._config.kv_cache_groups
+        share, page, kept = HeadShare(of.rank, 1, of.ranks), stride, repr(groups)
+        if self._is_by_head(cache, of):
+            share, page = of.share, self._specs[0].page_size_bytes
+            all_heads = [dataclasses.replace(spec, num_kv_heads=of.heads) for spec in self._specs]
+            kept = repr([(group.layer_names, spec) for group, spec in zip(groups, all_heads, strict=True)])
+        inside = (self.block_size, page // (share.count * self.block_size))
+        if cache is None:
+            tensor = torch.empty((blocks, stride // page, 1, share.total, *inside), dtype=torch.uint8, device="meta")
+        else:
+            whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+            tensor = whole[: blocks * stride].view(blocks, stride // page, 1, share.count, *inside)
         return KVCacheMemory(
-            tensor=whole[: blocks * stride].view(shape),
-            model=f"{model} {kept}",
+            tensor=tensor,
+            model=f"{model} {hashlib.sha256(kept.encode()).hexdigest()[:16]}",
             num_layers=self.num_layers,
             num_groups=len(self.groups),
             vocab_size=vocab_size,
             has_windows=any(group.window is not None for group in self.groups),
             state_blocks=self.groups[-1].blocks_per_request,
+            heads=share if of.ranks > 1 and cache is not None else None,
         )
+
+    def _is_by_head(self, cache: torch.Tensor | None, of: RankOf) -> bool:
+        """Whether a block is nothing but layers of the same size, one after another, and each of them heads."""
+        heads, groups = of.share.count, self._config.kv_cache_groups
+        if not of.heads or self._config.kv_cache_layout != "BLHNC":
+            return False
+        if any(hasattr(group.kv_cache_spec, "kv_cache_specs") for group in groups):
+            return False
+        if any(type(spec).__name__ not in _OF_HEADS or spec.num_kv_heads != heads for spec in self._specs):
+            return False
+        sizes = {spec.page_size_bytes for spec in self._specs}
+        if len(sizes) > 1 or self._config.kv_cache_tensors[0].block_stride % sizes.pop():
+            return False
+        return cache is None or tuple(cache.shape[:3]) == (self.num_blocks, heads, self.block_size)
 
 
 def _spec_of(group: Any) -> Any:

@@ -21,6 +21,7 @@ from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.handover import Handover
 from tandem.engine.vllm.layout import VllmCache
+from tandem.engine.vllm.ranks import check_ranks
 from tandem.engine.vllm.settings import arguments, environment
 from tandem.engine.wings import Connect
 
@@ -62,6 +63,10 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
         handover = _handover(made, identity, connect) if connect is not None else None
         core = EngineCore(made, Executor.get_class(made), log_stats=False)
         watch(core.scheduler)
+        if handover is not None and handover.has_ranks:
+            from tandem.engine.vllm.connector import RanksOutput
+
+            core.model_executor.kv_output_aggregator = RanksOutput(handover)
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
     book = None
@@ -99,22 +104,20 @@ def _handover(made: Any, identity: str, connect: Connect) -> Handover:
     from tandem.engine.vllm import connector
 
     model, cache = made.model_config, made.cache_config
-    if made.parallel_config.world_size > 1:
-        raise ConfigurationError(
-            f"vLLM runs {made.parallel_config.world_size} ranks, which hand nothing over: serve with nodes that do both (--aggregated N)"
-        )
-    inside = os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
+    check_ranks(made)
+    heads, inside = 0, os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
     if made.device_config.device_type == "cpu":
         # vLLM's attention on CPUs finds a block by its stride, so the layers of one may lie side by side.
         cache.kv_cache_layout = "BLHNC"
+        heads = 0 if model.use_mla else model.get_total_num_kv_heads()
         inside = _on_cpus(made)
-    handover = Handover(connect.halves, fails=connect.fails)
+    handover = Handover(connect, made.parallel_config.world_size, heads)
     handover.identity = f"{identity} {_as_computed(model)} {inside}"
     handover.vocab_size = model.get_vocab_size()
     made.kv_transfer_config = KVTransferConfig(
         kv_connector=connector.NAME,
         kv_connector_module_path=connector.__name__,
-        kv_connector_extra_config={"handover": handover.key},
+        kv_connector_extra_config=handover.told,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
     )

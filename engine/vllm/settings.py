@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def arguments(config: EngineConfig, model: ModelConfig, source: ModelSource) -> 
         "max_logprobs": -1,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        **_memory(cache, model.device, source),
+        **_memory(cache, model, source),
         **_adapters(scheduler.max_loras, model.max_lora_rank),
         **model.engine_args,
     }
@@ -122,14 +123,16 @@ def _adapters(slots: int, rank: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": slots, "max_lora_rank": fitting, "max_cpu_loras": _ALL_ADAPTERS}
 
 
-def _memory(cache: CacheConfig, device: str, source: ModelSource) -> dict[str, Any]:
+def _memory(cache: CacheConfig, model: ModelConfig, source: ModelSource) -> dict[str, Any]:
+    """The bytes are the node's, and vLLM wants to know those of each rank."""
+    ranks = max(1, math.prod(model.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")))
+    share = cache.share_on(model.device)
     if cache.memory_bytes is not None:
-        return {"kv_cache_memory_bytes": cache.memory_bytes}
-    share = cache.share_on(device)
-    if device.startswith("cuda"):
+        return {"kv_cache_memory_bytes": cache.memory_bytes // ranks}
+    if model.device.startswith("cuda"):
         return {"gpu_memory_utilization": share}
     weights = sum(file.stat().st_size for file in weight_files(source))
-    return {"kv_cache_memory_bytes": int(share * max(0, free_memory() - weights))}
+    return {"kv_cache_memory_bytes": int(share * max(0, free_memory() - weights)) // ranks}
 
 
 def environment(device: str) -> Mapping[str, str]:

@@ -224,6 +224,7 @@ class NixlTransport(Transport):
         self._lanes_unnamed: set[RemoteId] = set()  # peers to and from which nothing has moved
         self._to_name: dict[HandleId, RemoteId] = {}
         self._device: torch.device | None = None
+        self._is_on_device = False
         self._in_thread = threading.local()
         self._closed = False
 
@@ -231,6 +232,7 @@ class NixlTransport(Transport):
         tensor = memory.tensor
         on_device = tensor.is_cuda
         self._device = tensor.device if on_device else None
+        self._is_on_device = on_device
         self._enter_device()
         self._mine = CacheMemory(
             agent_metadata=b"",
@@ -303,7 +305,7 @@ class NixlTransport(Transport):
         machine it cannot, but CUDA's IPC reaches another's GPU memory, and xpmem and knem reach any memory."""
         if peer.machine != self._process.machine:
             return True
-        by_itself = self._device is not None or any(map(os.path.exists, _DIRECT_DEVICES))
+        by_itself = self._is_on_device or any(map(os.path.exists, _DIRECT_DEVICES))
         return peer.pid_namespace != self._process.pid_namespace and not by_itself
 
     def connect(self, memory: CacheMemory) -> RemoteId:

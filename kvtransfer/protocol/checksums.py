@@ -171,7 +171,8 @@ class CacheChecksums:
         self._elements: npt.NDArray[Any] | None = None  # in host memory, a block's heads first
         self._weights: torch.Tensor | None = None
         self._stream: Any = None
-        if not tensor.is_cuda:
+        self._is_elsewhere = memory.is_elsewhere
+        if not tensor.is_cuda and not self._is_elsewhere:
             self._rows = flat_bytes(tensor).numpy().reshape(memory.num_blocks, memory.block_bytes)
 
     def of(
@@ -199,8 +200,10 @@ class CacheChecksums:
             return PendingSums(lambda: sums, AskedSums().forget)
         by_layer, used = mapping.layers is not None, mapping.used_slots
         asked = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device, by_layer)
-        mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device, by_layer=by_layer)
-        return PendingSums(lambda: combined([mine, *asked.wait()], groups, used, arrived=arrived), asked.forget)
+        mine = []
+        if not self._is_elsewhere:
+            mine = [self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device, by_layer=by_layer)]
+        return PendingSums(lambda: combined([*mine, *asked.wait()], groups, used, arrived=arrived), asked.forget)
 
     def _of_whole(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         if mapping.on_device:

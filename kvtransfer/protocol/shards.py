@@ -16,6 +16,7 @@ import numpy as np
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.memory import KVCacheMemory
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import CutAxis, IndexRange, Move, Operation, ShardPart, UnitIds, run_bounds
 from tandem.wire.handoff import CacheMemory, CacheShard
 
@@ -32,6 +33,21 @@ def part_of(memory: KVCacheMemory) -> ShardPart:
     return ShardPart(
         IndexRange(0, memory.num_kv_heads) if heads is None else IndexRange(heads.first, heads.count),
         tuple(IndexRange(*of_group) for of_group in slots),
+    )
+
+
+def shard_of(memory: KVCacheMemory, described: CacheMemory) -> CacheShard:
+    """Describes what this process has of the node's pool. `described`: its memory as if it were a pool of its own."""
+    part = part_of(memory)
+    return CacheShard(
+        first_head=part.heads.first,
+        num_heads=part.heads.count,
+        agent_metadata=described.agent_metadata,
+        memory_type=described.memory_type,
+        device_id=described.device_id,
+        base_address=described.base_address,
+        process=this_process(),
+        slots=[(one.first, one.count) for one in part.slots],
     )
 
 

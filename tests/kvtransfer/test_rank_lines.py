@@ -133,22 +133,24 @@ def test_a_bug_in_the_thread_is_not_silent() -> None:
     line.close()
 
 
-def a_node(cache: torch.Tensor, name: str) -> tuple[ShardedTransport, list[RankTransfers], KVCacheMemory]:
-    """A node with one rank for each head."""
+def a_node(
+    cache: torch.Tensor, name: str, first: int = 1
+) -> tuple[ShardedTransport, list[RankTransfers], list[KVCacheMemory]]:
+    """A node with one rank for each head. `first`: the first rank that is not this process, as in `ShardedTransport`."""
     lines, threads, ranks = [], [], []
     for head in range(cache.shape[3]):
         kept = cache[:, :, :, head : head + 1].clone()
         ranks.append(KVCacheMemory(kept, "m", 2, 1, 1000, heads=HeadShare(head, 1, cache.shape[3])))
-        if head:
+        if head >= first:
             ours, theirs = socket.socketpair()
             lines.append(ours)
             threads.append(RankTransfers(theirs, ranks[head], threading.Event().set))
             threads[-1].start()
-    return ShardedTransport(NixlAgent(name, NixlOptions()), lines), threads, ranks[0]
+    return ShardedTransport(NixlAgent(name, NixlOptions()), lines), threads, ranks
 
 
 def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_is_closed() -> None:
-    wide, threads, memory = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "wide")
+    wide, threads, (memory, _) = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "wide")
     whole = torch.arange(8 * 2 * 2 * 2 * 4 * 8, dtype=torch.float32).view(8, 2, 2, 2, 4, 8)
     narrow = ShardedTransport(NixlAgent("narrow", NixlOptions()))
     try:
@@ -182,9 +184,55 @@ def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_
         assert not thread.is_alive
 
 
+def test_a_node_whose_ranks_are_all_other_processes_reads_and_writes_as_others_do() -> None:
+    apart, threads, ranks = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "apart", first=0)
+    whole = torch.arange(8 * 2 * 2 * 2 * 4 * 8, dtype=torch.float32).view(8, 2, 2, 2, 4, 8)
+    pool = KVCacheMemory(torch.empty(whole.shape, device="meta"), "m", 2, 1, 1000)
+    narrow = ShardedTransport(NixlAgent("near", NixlOptions()))
+    layout = BlockLayout(AXES, {"slot": 2, "kv": 2, "head": 2, "token": 4, "dim": 8}, 4)
+    mapping = Mapping.between(layout, layout, by_head=True)
+    assert isinstance(mapping, Mapping)
+    try:
+        first, ours = apart.register(pool), narrow.register(KVCacheMemory(whole, "m", 2, 1, 1000))
+        assert [(shard.first_head, shard.num_heads) for shard in first.shards] == [(0, 1), (1, 1)]
+        remote = apart.connect(ours)
+        until_done(apart, apart.post(remote, mapping.move(Operation.READ, "t", [GrainPlace(5, 0, 3, 0)])))
+        assert all(torch.equal(rank.tensor[5], whole[3, :, :, at : at + 1]) for at, rank in enumerate(ranks))
+        until_done(apart, apart.post(remote, mapping.move(Operation.WRITE, "t", [GrainPlace(5, 0, 6, 0)])))
+        assert torch.equal(whole[6], whole[3])
+        there = CacheChecksums(pool, apart.sums_elsewhere)
+        assert there.of([5], [0], mapping) == CacheChecksums(KVCacheMemory(whole, "m", 2, 1, 1000)).of(
+            [3], [0], mapping
+        )
+        another = apart.reopen()
+        assert another is not None
+        assert all(
+            new.agent_metadata != old.agent_metadata for new, old in zip(another.shards, first.shards, strict=True)
+        )
+        apart.disconnect(remote)
+        assert apart.close_earlier()
+        again = narrow.connect(another)
+        until_done(narrow, narrow.post(again, mapping.move(Operation.WRITE, "t", [GrainPlace(2, 0, 1, 0)])))
+        assert torch.equal(ranks[1].tensor[1], whole[2, :, :, 1:])
+    finally:
+        narrow.close()
+        apart.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive
+
+
+def test_lines_of_a_cache_that_was_never_registered_end() -> None:
+    apart, threads, _ = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "apart", first=0)
+    apart.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive
+
+
 def test_a_peer_that_another_rank_cannot_reach_fails_the_move_and_not_the_node() -> None:
-    wide, threads, memory = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "wide")
-    there, others, far = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "there")
+    wide, threads, (memory, _) = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "wide")
+    there, others, (far, _) = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "there")
     try:
         wide.register(memory)
         described = there.register(far)

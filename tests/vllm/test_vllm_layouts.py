@@ -47,7 +47,11 @@ KINDS = {
         {"num_hidden_layers": 3, "intermediate_size": 256, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
          "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 3, "moe_intermediate_size": 64,
          "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "initializer_range": 0.1},
-        alone={"max_num_seqs": 1},
+        # What vLLM takes by itself on processors with AMX keeps them in a way that is not handed over.
+        flags=(
+            "--set", "pools.prefill.engine_args={attention_backend: CPU_MLA}", "pools.decode.engine_args={attention_backend: CPU_MLA}",
+        ),
+        alone={"max_num_seqs": 1, "attention_backend": "CPU_MLA"},
         in_company=False,
     ),
     # Convolutions whose last inputs are a state, in three of four layers.

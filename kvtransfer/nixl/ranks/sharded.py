@@ -4,7 +4,7 @@ nodes.
 The protocol knows one pool, whose blocks have all heads. This transport splits each of its moves into moves between
 shards (`protocol.shards`). This rank posts its own, tells the other ranks theirs (`lines`), and the move is
 done when all of them are. If one of them fails, the move fails, but only when the others are over: until then they
-touch memory.
+touch memory. Where all ranks are other processes, this one has no shard and posts nothing itself.
 
 Between two caches in one piece, `NixlTransport` alone does everything.
 """
@@ -39,8 +39,7 @@ from tandem.kvtransfer.nixl.ranks.lines import (
 )
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
-from tandem.kvtransfer.protocol.processes import this_process
-from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shards_in
+from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shard_of, shards_in
 from tandem.kvtransfer.protocol.transport import AskedSums, HandleId, Move, Operation, RemoteId, ShardSums
 from tandem.wire.handoff import CacheMemory, CacheShard
 
@@ -48,7 +47,7 @@ _OPEN_S = 120.0  # for a rank to register its cache, which may lock all its page
 _ANSWER_S = 5.0  # longer than the node's supervisor lets a rank be silent
 _CLOSE_S = 2.0
 
-_OWN = 0  # this rank's shard
+_OWN = 0  # this rank's shard, if it has one
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +81,8 @@ class ShardedTransport(NixlTransport):
     def __init__(self, agent: NixlAgent, lines: Sequence[socket.socket] = ()) -> None:
         """`lines`: one to each other rank, in rank order, if each keeps its heads apart."""
         super().__init__(agent)
-        self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(lines, start=_OWN + 1)}
+        self._sockets = lines
+        self._lines: dict[int, RankLine] = {}  # by rank, once the cache is registered
         self._pool: CacheMemory | None = None  # the pool of all ranks, as peers see it
         self._num_heads = self._num_slots = 0
         self._peers: dict[RemoteId, _Peer] = {}  # those with which either side is in shards
@@ -92,58 +92,48 @@ class ShardedTransport(NixlTransport):
     # ── memory ──
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
-        agent = self.agent
+        agent, first = self.agent, _OWN if memory.is_elsewhere else _OWN + 1
+        self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(self._sockets, start=first)}
         asked = {
             rank: line.ask(OpenCache, name=f"{agent.name}-rank{rank}", host=agent.host, options=agent.options)
             for rank, line in self._lines.items()
         }
-        described = super().register(memory)
         self._num_heads, self._num_slots = memory.all_heads, memory.all_slots
+        if memory.is_elsewhere:
+            self._pool = self._in_shards(memory, [], asked)
+            self._is_on_device = self._pool.memory_type != "DRAM"
+            return self._pool
+        described = super().register(memory)
         if memory.heads is not None:
-            described = self._in_shards(memory, described, asked)
+            described = self._in_shards(memory, [shard_of(memory, described)], asked)
         elif asked:
             raise InternalError("other ranks keep heads, and this one keeps all")
         self._pool = described
         return described
 
-    def _in_shards(self, memory: KVCacheMemory, own: CacheMemory, asked: dict[int, int]) -> CacheMemory:
-        heads = memory.heads
-        if heads is None:
-            raise InternalError("a cache in one piece has no shards")
+    def _in_shards(self, memory: KVCacheMemory, shards: list[CacheShard], asked: dict[int, int]) -> CacheMemory:
         until = time.monotonic() + _OPEN_S
-        shards = [
-            CacheShard(
-                first_head=heads.first,
-                num_heads=heads.count,
-                agent_metadata=own.agent_metadata,
-                memory_type=own.memory_type,
-                device_id=own.device_id,
-                base_address=own.base_address,
-                process=this_process(),
-                slots=list(memory.layers.of_group) if memory.layers is not None else [],
-            )
-        ]
         # The bytes of one head of one layer.
-        each, layout = memory.block_bytes // (heads.count * memory.slots), layout_of(memory)
+        each, layout = memory.block_bytes // (memory.num_kv_heads * memory.slots), layout_of(memory)
         for rank, line in self._lines.items():
             opened = line.answer(asked[rank], CacheOpened, until)
             part = part_in(opened.shard)
             theirs = (opened.num_blocks, opened.block_bytes, opened.layout)
             expected = (memory.num_blocks, each * part.heads.count * (part.width or memory.slots), layout)
             all_of = (opened.total_heads, opened.total_slots)
-            if theirs != expected or all_of != (heads.total, memory.all_slots):
+            if theirs != expected or all_of != (memory.all_heads, memory.all_slots):
                 raise ConfigurationError(
-                    f"rank {rank} keeps a KV cache of another kind than rank 0: {theirs[0]} blocks of {theirs[1]} bytes, laid out "
-                    f"{theirs[2]}, beside {memory.num_blocks} of {memory.block_bytes}, laid out {layout}"
+                    f"rank {rank} keeps a KV cache of another kind than {'its node' if memory.is_elsewhere else 'rank 0'}: {theirs[0]} blocks "
+                    f"of {theirs[1]} bytes, laid out {theirs[2]}, beside {memory.num_blocks} of {memory.block_bytes}, laid out {layout}"
                 )
             shards.append(opened.shard)
         return CacheMemory(
             agent_metadata=b"",
-            memory_type=own.memory_type,
+            memory_type=shards[0].memory_type,
             device_id=0,
             base_address=0,
             num_blocks=memory.num_blocks,
-            block_bytes=each * heads.total * memory.all_slots,
+            block_bytes=each * memory.all_heads * memory.all_slots,
             shards=shards,
         )
 
@@ -159,14 +149,14 @@ class ShardedTransport(NixlTransport):
         pools = shards_in(mine, self._num_heads), shards_in(memory, self._num_heads)
         peer, pairs = _Peer(PoolSplit(*pools)), pairs_between(*pools)
         try:
-            for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
+            for theirs in sorted({theirs for ours, theirs in pairs if ours not in self._lines}):
                 peer.own[theirs] = super().connect(self._shard_of(memory, theirs))
         except TransferError:
             for connected in peer.own.values():
                 super().disconnect(connected)
             raise
         for ours, theirs in pairs:
-            if ours != _OWN:
+            if ours in self._lines:
                 number = peer.elsewhere[ours, theirs] = next(self._numbers)
                 self._lines[ours].tell(ConnectPeer(number, self._shard_of(memory, theirs)))
         remote = RemoteId(next(self._remote_ids))
@@ -236,7 +226,7 @@ class ShardedTransport(NixlTransport):
             if line is not None and line.has_ended():
                 raise TransferError(line.ended)
         for part in in_shards:
-            if part.ours != _OWN:
+            if part.ours in self._lines:
                 ours, theirs = (units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote))
                 number = self._lines[part.ours].post(
                     peer.elsewhere[part.ours, part.theirs], move.operation.value, part.move.unit_bytes, ours, theirs
@@ -244,7 +234,7 @@ class ShardedTransport(NixlTransport):
                 parts.elsewhere.append((part.ours, number))
         try:
             for part in in_shards:
-                if part.ours == _OWN:
+                if part.ours not in self._lines:
                     parts.own.append(super().post(peer.own[part.theirs], part.move))
         except TransferError as error:
             # The other parts are in flight. The move fails when they are over.
@@ -322,12 +312,13 @@ class ShardedTransport(NixlTransport):
 
     def reopen(self) -> CacheMemory | None:
         asked = {rank: line.ask(OpenWay) for rank, line in self._lines.items()}
-        described = super().reopen()
         mine = self._pool
-        if described is None or mine is None or not mine.shards:
+        has_own = _OWN not in self._lines
+        described = super().reopen() if has_own else None
+        if mine is None or not mine.shards:
             return described
         until = time.monotonic() + _ANSWER_S
-        metadata = [described.agent_metadata]
+        metadata = [described.agent_metadata] if described is not None else []
         metadata += [line.answer(asked[rank], WayOpened, until).agent_metadata for rank, line in self._lines.items()]
         shards = [
             msgspec.structs.replace(shard, agent_metadata=new) for shard, new in zip(mine.shards, metadata, strict=True)
@@ -357,3 +348,5 @@ class ShardedTransport(NixlTransport):
                 with contextlib.suppress(TransferError):
                     line.answer(number, Done, until)
                 line.close()
+            for unused in self._sockets:
+                unused.close()

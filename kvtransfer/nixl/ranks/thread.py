@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tandem.base.errors import InternalError, TandemError, TransferError
-from tandem.kvtransfer.base import HeadShare, KVCacheMemory
+from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.ranks.lines import (
     CacheOpened,
     CloseCache,
@@ -37,9 +37,8 @@ from tandem.kvtransfer.nixl.ranks.lines import (
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
-from tandem.kvtransfer.protocol.processes import this_process
+from tandem.kvtransfer.protocol.shards import shard_of
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
-from tandem.wire.handoff import CacheShard
 
 logger = logging.getLogger(__name__)
 
@@ -148,27 +147,15 @@ class RankTransfers:
 
     def _open(self, message: OpenCache) -> CacheOpened:
         memory = self._memory
-        heads = memory.heads or HeadShare(0, memory.num_kv_heads, memory.num_kv_heads)
         self._transport = NixlTransport(
             NixlAgent(message.name, message.options, self._host or message.host, self._near)
         )
-        described = self._transport.register(memory)
-        shard = CacheShard(
-            first_head=heads.first,
-            num_heads=heads.count,
-            agent_metadata=described.agent_metadata,
-            memory_type=described.memory_type,
-            device_id=described.device_id,
-            base_address=described.base_address,
-            process=this_process(),
-            slots=list(memory.layers.of_group) if memory.layers is not None else [],
-        )
         return CacheOpened(
             message.number,
-            shard,
+            shard_of(memory, self._transport.register(memory)),
             memory.num_blocks,
             memory.block_bytes,
-            heads.total,
+            memory.all_heads,
             memory.all_slots,
             layout_of(memory),
         )

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.engine.request import Request
 from tandem.engine.vllm.handover import HANDOVERS, Handover, TransferView
+from tandem.engine.wings import Connect
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -63,7 +64,7 @@ class Moves(WorkerConnector):
 
 @pytest.fixture
 def handover() -> Handover:
-    made = Handover(lambda groups: (Plans(), Moves()), fails=False)
+    made = Handover(Connect(lambda groups, lines: (Plans(), Moves()), fails=False))
     made.begin(cache_config(layers(FullAttentionSpec(32), 2)))
     return made
 

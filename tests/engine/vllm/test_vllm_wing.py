@@ -106,6 +106,14 @@ def test_adapters_get_slots_of_the_next_rank_that_vllm_has(tmp_path: Path, rank:
     assert "enable_lora" not in arguments(EngineConfig(model=model, cache=cache), model, source)
 
 
+def test_the_caches_bytes_are_the_nodes_whatever_its_ranks(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path), engine_args={"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+    (tmp_path / "config.json").write_text("{}")
+    source = find_source(str(tmp_path))
+    given = arguments(EngineConfig(model=model, cache=CacheConfig(memory_bytes=1 << 22)), model, source)
+    assert given["kv_cache_memory_bytes"] == 1 << 20
+
+
 def test_a_rank_that_vllm_has_no_slots_for_is_refused() -> None:
     model = ModelConfig(path="m", engine="vllm", max_lora_rank=513)
     ((name, why),) = refusals(EngineConfig(model=model, scheduler=SchedulerConfig(max_loras=1)))
