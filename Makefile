@@ -24,7 +24,7 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
 #                    environment of its own under build/ (about ten minutes, two of them without the installation);
 #                    SETS='clients litellm aiperf guidellm gateway' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
-# make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about twenty minutes). vLLM's environment is made under build/vllm
+# make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
 # make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
 # make test-versions OTHER=COMMIT   nodes, routers and controllers of this version and of that commit in one cluster, under load

@@ -155,6 +155,26 @@ def serve_vllm(
         command.kill_all()
 
 
+def ask_in_stream(
+    client: httpx.Client, prompt: list[int], max_tokens: int, on_tokens: Callable[[], object]
+) -> list[int]:
+    """The tokens of a greedy answer. `on_tokens` is called each time that some have come."""
+    body = {
+        "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    found: list[int] = []
+    with client.stream("POST", "/v1/completions", json=body, timeout=300) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                said = json.loads(line.removeprefix("data: "))
+                assert "choices" in said, said
+                found += [token for choice in said["choices"] for token in choice.get("token_ids") or []]
+            if found:
+                on_tokens()
+    return found
+
+
 def nodes(client: httpx.Client) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = client.get("/cluster").json()["nodes"]
     return found

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.vllm.conftest import (
     CONTEXT,
     NEEDS_PYTHON,
     answers_alone,
+    ask_in_stream,
     is_at_rest,
     nodes,
     pid_of_node,
@@ -157,26 +159,17 @@ def test_an_answer_outlives_each_of_its_nodes(served: tuple[Serve, httpx.Client]
     command, client = served
     whole = ask(client, PROMPTS[12], max_tokens=1000)["choices"][0]["token_ids"]
     for role in ("decode", "prefill"):
-        found: list[int] = []
-        killed = ""
-        body = {
-            "model": "tiny", "prompt": PROMPTS[12], "max_tokens": 1000, "stream": True, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-        with client.stream("POST", "/v1/completions", json=body, timeout=300) as stream:
-            for line in stream.iter_lines():
-                if line.startswith("data: {"):
-                    said = json.loads(line.removeprefix("data: "))
-                    assert "choices" in said, said
-                    for choice in said["choices"]:
-                        found += choice.get("token_ids") or []
-                if found and not killed:
-                    there = [node for node in nodes(client) if node["role"] == role]
-                    busy = [node["node_id"] for node in there if node["running"] or role == "prefill"]
-                    if busy:
-                        killed = busy[0]
-                        os.kill(pid_of_node(command, client, killed), signal.SIGKILL)
+        killed: list[str] = []
+        found = ask_in_stream(client, PROMPTS[12], 1000, partial(kill_one, command, client, role, killed))
         assert killed
         assert found == whole, killed
         again = ask(client, PROMPTS[12], max_tokens=1000)["choices"][0]["token_ids"]
         assert again == whole, "without the killed node, or with its successor"
+
+
+def kill_one(command: Serve, client: httpx.Client, role: str, killed: list[str]) -> None:
+    """Kills a node of this role, of decode nodes one that writes; but only one."""
+    there = [node for node in nodes(client) if node["role"] == role and (node["running"] or role == "prefill")]
+    if there and not killed:
+        killed.append(there[0]["node_id"])
+        os.kill(pid_of_node(command, client, killed[0]), signal.SIGKILL)

@@ -18,6 +18,7 @@ from tests.vllm.conftest import (
     NEEDS_PYTHON,
     START_S,
     answers_alone,
+    ask_in_stream,
     is_at_rest,
     nodes,
     pid_of_node,
@@ -79,11 +80,10 @@ def test_the_end_of_a_rank_ends_its_node_and_no_answer(served: tuple[Serve, http
     if ranks_of(command, client, node_of(client)["node_id"]) == []:
         pytest.skip("the decode node is one process")
     whole = ask(client, PROMPTS[9], max_tokens=600)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, client, PROMPTS[9], max_tokens=600)
-        until(client, lambda now: any(node["running"] for node in now if node["role"] == "decode"))
-        first = kill_rank(command, client)
-        assert answer.result() == whole
+    killed: list[str] = []
+    answer = ask_in_stream(client, PROMPTS[9], 600, lambda: killed or killed.append(kill_rank(command, client)))
+    assert answer == whole
+    (first,) = killed
     until(client, lambda now: is_at_rest(now) and bool(incarnations(now) - {first}), START_S)
     assert ask(client, PROMPTS[9]) == whole[:TOKENS]
     second = kill_rank(command, client)
