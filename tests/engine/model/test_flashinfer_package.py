@@ -64,7 +64,7 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modules:
     modules = Modules()
     monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", modules.get)
     monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 20)
-    monkeypatch.setattr(ours, "_agree", lambda *_: True)  # nothing is computed
+    monkeypatch.setattr(ours, "agree", lambda *_: True)  # nothing is computed
     return modules
 
 
@@ -253,7 +253,7 @@ def test_an_image_has_the_modules_that_a_node_loads(
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a")
     monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 20)
-    monkeypatch.setattr(ours, "_agree", lambda *_: True)  # nothing is computed
+    monkeypatch.setattr(ours, "agree", lambda *_: True)  # nothing is computed
     from flashinfer.prefill import get_batch_prefill_module
 
     built = prebuild.specs([64], windows=True, softcaps=True, fp8=True)
