@@ -38,6 +38,7 @@ from tandem.wire.nodes import NodeInfo, Role
 logger = logging.getLogger(__name__)
 
 
+_LEAST_PAUSE_S = 1e-3  # what rounding leaves of a wait would be no wait
 _WORTH_SAYING_S = 1.0  # a longer wait is reported
 
 
@@ -172,6 +173,7 @@ class Controller:
             if waited >= limit_s:
                 return
             pause = (limit_s if waited >= _WORTH_SAYING_S else min(limit_s, _WORTH_SAYING_S)) - waited
+            pause = max(pause, _LEAST_PAUSE_S)
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(pause, self.pools.changed.wait(), "a router that hears its nodes")
         for name in sorted(waited_for):
