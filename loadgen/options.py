@@ -15,7 +15,7 @@ from tandem.loadgen.api import ApiEndpoint
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 
 _DEFAULT_REQUESTS = 100
-MOST_PROMPT_TOKENS = 1 << 30  # of all requests together, which are in memory before the run begins
+MOST_PROMPT_TOKENS = 1 << 30  # of all requests together: they are in memory before the run begins
 
 
 class Workload(enum.StrEnum):

@@ -11,7 +11,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Prompt
 from tandem.loadgen.vocabulary import Vocabulary, words_for
 
-MOST_TOKENS = 1 << 24  # of a prompt or an answer; the longest contexts of models have a tenth of it
+MOST_TOKENS = 1 << 24  # of a prompt or an answer: ten times the longest contexts of models
 MOST_REQUESTS = 10_000_000
 
 

@@ -18,7 +18,7 @@ _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debu
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller")
 _OF_ROUTERS = ("router",)
 _OF_CONTROLLER = ("controller.env",)
-# Of a pool: nodes read all of its settings at their start, but these.
+# Nodes read a pool's settings at their start, except these.
 _AT_ONCE_OF_POOLS = ("min", "max", "nodes")
 
 

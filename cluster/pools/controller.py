@@ -172,8 +172,8 @@ class Controller:
                     self._events.progress(router, f"waiting for word of {why}", heard)
             if waited >= limit_s:
                 return
-            pause = (limit_s if waited >= _WORTH_SAYING_S else min(limit_s, _WORTH_SAYING_S)) - waited
-            pause = max(pause, _LEAST_PAUSE_S)
+            until = limit_s if waited >= _WORTH_SAYING_S else min(limit_s, _WORTH_SAYING_S)
+            pause = max(until - waited, _LEAST_PAUSE_S)
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(pause, self.pools.changed.wait(), "a router that hears its nodes")
         for name in sorted(waited_for):

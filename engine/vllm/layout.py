@@ -100,7 +100,7 @@ class VllmCache:
             )
 
     def memory(self, cache: torch.Tensor | None, model: str, vocab_size: int, of: RankOf = _ALL) -> KVCacheMemory:
-        """`cache`: any layer's, all of which lie in one allocation; None: each rank is another process, and this one describes what they
+        """`cache`: any layer's; all layers lie in one allocation. None: the ranks are other processes, and this one describes what they
         keep together. Raises ConfigurationError where blocks are not outermost."""
         import torch  # vLLM has loaded it
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _THREAD = "tandem.kvtransfer.nixl.ranks.thread"
-_LINES_S = 60.0  # for the ranks' lines, which they open before vLLM makes its scheduler
+_LINES_S = 60.0  # how long the ranks' lines may take; ranks open them before vLLM makes its scheduler
 _CREDENTIALS = struct.Struct("3i")  # the peer's process, user and group
 _NUMBER = struct.Struct("<i")
 

@@ -45,7 +45,7 @@ class Batches(RouterWing):
     # fmt: off
     operations = (
         ApiOperation("get", "/v1/files", "The files of this key", FileList, errors=_ERRORS),
-        # Its body is multipart/form-data, of which the page to try the API has no form.
+        # Its body is multipart/form-data, and the page to try the API has no form for that.
         ApiOperation(
             "post", "/v1/files", "Keep a file, sent as a form with `file` and `purpose`", FileObject,
             errors=(*_ERRORS, "408", "413"),

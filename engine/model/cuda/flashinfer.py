@@ -101,7 +101,7 @@ def known_queries(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 class PlannedAttention(Generic[KindT]):
-    """Attention by wrappers of the library, each of which is planned on the host before a step. Layers of one kind share a wrapper."""
+    """Attention by the library's wrappers. Layers of one kind share a wrapper, and the host plans each wrapper before a step."""
 
     reads_tables = False
     # A wrapper's names of the buffers that its recorded steps read: starts of rows and of pages, the last pages' lengths, and pages.

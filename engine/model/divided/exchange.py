@@ -33,7 +33,7 @@ class KVExchange:
         """`dtype`: the model's."""
         self._kept = GatheredCache(kv_cache, plan)
         self._among: Collectives = shard.across or shard.collectives
-        self._maps_one_cache = shard.kv_memory is not None
+        self.maps_one_cache = shard.kv_memory is not None
         self._writers = [layer for layer in layers if layer.index not in plan.readers]
         self._dtype = dtype
         self._counts: list[int] | None = None
@@ -42,7 +42,7 @@ class KVExchange:
     @property
     def is_idle(self) -> bool:
         """No keys and values are exchanged in this step."""
-        return self._counts is None and self._maps_one_cache
+        return self._counts is None and self.maps_one_cache
 
     def begin(self, batch: Batch, rows: Sequence[npt.NDArray[np.int64]] | None, context: int) -> None:
         """Begins a step. `rows`: those of each context; None: all are context 0's."""
@@ -51,7 +51,7 @@ class KVExchange:
             return
         slots: Sequence[torch.Tensor] = batch.slot_mapping
         if rows is not None:
-            written = rows[context] if self._maps_one_cache else np.concatenate(rows)
+            written = rows[context] if self.maps_one_cache else np.concatenate(rows)
             index = to_device(written, batch.token_ids.device)
             slots = [each[index] for each in slots]
         size = self._kept.plan.block_size
@@ -61,7 +61,7 @@ class KVExchange:
         """Gives this rank's keys and values, or latents, [heads, T, dim] each. When it returns, the cache has those of all ranks, besides
         this rank's own where it does not map the others' cache."""
         parts = [self._kept.as_kept(part).to(self._dtype) for part in parts]
-        if self._maps_one_cache:
+        if self.maps_one_cache:
             self._write(layer, parts)
             self._meet()
             return

@@ -39,7 +39,7 @@ class DividedForward:
         rows = None if runs is None else [rows_of(own) for own in runs]
         self._exchange.begin(batch, rows, context)
         logits = torch.empty(0)
-        if hooks is not None and not self._exchange.is_idle:
+        if hooks is not None and not self._exchange.maps_one_cache:
             # What rank 0 computes alone, other ranks write whenever it comes to them.
             hooks = None if runs is None else _SavedOneLayerLate(hooks)
         if runs is not None:
