@@ -9,13 +9,17 @@ The scheduler's other parts never see them while they rest, because they are the
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.queue import WaitingRequests
 
+# How long a step should take, as a part of `step_target_ms`.
+_STEP = 0.5
 FED = 4  # so many of its line are in the scheduler's, to be admitted
 
 
@@ -27,11 +31,19 @@ class RequestPlaces(Protocol):
     """The part of the scheduler's state that this work moves in: `SchedulerState`."""
 
     running: list[Request]
+    config: SchedulerConfig
 
+    @property
+    def clock(self) -> Callable[[], float]: ...
     @property
     def waiting(self) -> WaitingRequests: ...
     @property
     def encoded(self) -> HeldImages | None: ...
+
+
+def step_s(config: SchedulerConfig) -> float:
+    """How long a step should take. 0 sets no target."""
+    return _STEP * config.step_target_ms / 1000
 
 
 class IdleStepLimit:
@@ -50,6 +62,25 @@ class IdleStepLimit:
         self.most = max(self._least, min(fitting, 2 * count))
 
 
+class KVArrivals:
+    """When the KV of a prompt may come at the soonest: what its prefill node has cached, and who is before it there, is not known here.
+    By its length none is expected sooner than the soonest of the last ones, so about one in so many is."""
+
+    MOST, LEAST = 64, 16
+
+    def __init__(self) -> None:
+        self._paces: deque[float] = deque(maxlen=self.MOST)  # seconds a token, from a request's arrival to its KV's
+
+    def came(self, request: Request, now: float) -> None:
+        if request.num_external_tokens and not request.facts.when_idle:
+            self._paces.append((now - request.arrival_time) / request.num_external_tokens)
+
+    def soonest(self, request: Request) -> float:
+        if len(self._paces) < self.LEAST:
+            return -math.inf
+        return request.arrival_time + min(self._paces) * request.num_external_tokens
+
+
 class IdleWork:
     def __init__(self) -> None:
         self.line: deque[Request] = deque()  # requests without blocks: new ones, and those that lost theirs
@@ -58,6 +89,7 @@ class IdleWork:
         self.rows = IdleStepLimit(first=8, least=1)  # how many of these decode in a step
         self.prompt_tokens = IdleStepLimit(first=32, least=32)  # how many tokens of their prompts a step computes
         self.yields = False  # other requests could compute in the step that is being planned
+        self.arrivals = KVArrivals()
 
     def __bool__(self) -> bool:
         return bool(self.line or self.resting)
@@ -96,17 +128,21 @@ class IdleWork:
         """Whether the next step may take more of this work in."""
         return not self.has_other_work(state) and len(state.running) < self.rows.most
 
-    @staticmethod
-    def has_other_work(state: RequestPlaces) -> bool:
-        """Also while a request's KV is on its way: its second token would wait for the end of a step."""
+    def has_other_work(self, state: RequestPlaces) -> bool:
+        """Also while a request's KV may come before the end of a step: its second token would wait for that."""
         if any(not request.facts.when_idle for request in state.running):
             return True
         if any(not request.facts.when_idle for request in state.waiting.ready()):
             return True
-        return any(
-            not request.facts.when_idle and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            for _, request in state.waiting.blocked.values()
+        soonest = min(
+            (
+                self.arrivals.soonest(request)
+                for _, request in state.waiting.blocked.values()
+                if not request.facts.when_idle and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            ),
+            default=math.inf,
         )
+        return soonest < state.clock() + step_s(state.config)
 
     def _rest(self, state: RequestPlaces, rows: int) -> None:
         """Takes all but the first `rows` of this work out of `running`."""

@@ -286,6 +286,8 @@ class TransferResults:
             return self._failed(request, failure)
         state = self._state
         self._count_received(request, handoff)
+        if handoff.first_token is not None:
+            state.idle_work.arrivals.came(request, state.clock())
         request.num_computed_tokens = handoff.num_tokens
         state.cache.cache_loaded(request)
         if (checkpoints := state.cache.checkpoints) is not None:

@@ -22,6 +22,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
 from tandem.engine.scheduling.beside import note_quick
+from tandem.engine.scheduling.idle_work import step_s
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.engine.scheduling.pace import PROMPTS_ALONE, Pace
@@ -46,9 +47,6 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
-
-# How long a step of idle work should take, as a part of `step_target_ms`.
-IDLE_STEP = 0.5
 
 
 class Scheduler:
@@ -362,7 +360,7 @@ class Scheduler:
         self.state.totals.worked_idle(1, seconds, read, written)
         if not step.encoder_inputs:
             bound, count = (work.prompt_tokens, read) if read else (work.rows, written)
-            bound.took(count, seconds, IDLE_STEP * self.state.config.step_target_ms / 1000)
+            bound.took(count, seconds, step_s(self.state.config))
 
     def update_from_output(
         self, step: SchedulerOutput, model_output: ModelOutput, connector_output: ConnectorOutput | None = None

@@ -24,6 +24,7 @@ def num_unchanged_steps(state: SchedulerState) -> int:
         or len(running) > state.config.max_num_batched_tokens
         or (state.pins is not None and state.pins.is_due)
         or (state.idle_work and state.idle_work.may_enter(state))
+        or (state.idle_work.fills_step and state.waiting.blocked)  # it yields as their KV comes near
     ):
         return 0
     steps = min(request.length_limit - request.num_tokens for request in running) - 1

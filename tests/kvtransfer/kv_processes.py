@@ -18,7 +18,7 @@ from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams
 from tandem.wire.sockets import admit
 
-CALL_TIMEOUT_S = 40.0
+CALL_TIMEOUT_S = 60.0
 
 # Each process is forked from a server that has imported what takes seconds to import and has used none of it.
 _context = multiprocessing.get_context("forkserver")
@@ -115,7 +115,7 @@ class EngineProcess:
     def kill(self) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
-        self._process.join(10)
+        self._process.join(60)
 
     def pause(self) -> None:
         assert self._process.pid is not None
@@ -133,7 +133,7 @@ class EngineProcess:
     def close(self) -> None:
         if self._process.is_alive():
             self.call("close")
-            self._process.join(10)
+            self._process.join(60)
         if self._process.is_alive():
             self._process.kill()
             raise AssertionError(f"{self._node_id} did not end")

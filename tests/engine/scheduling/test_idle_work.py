@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.request import RequestStatus
+from tandem.engine.request import Request, RequestStatus
 from tests.engine.scheduling.driving import Driver, FakeConnector, consume, received
 from tests.engine.scheduling.model import alone
 
@@ -122,6 +122,39 @@ def test_they_rest_while_a_requests_kv_is_on_its_way() -> None:
     assert scheduled(driver) == ["asked"]
     driver.run()
     assert idle.output_token_ids == alone(idle.prompt_token_ids, 5)
+
+
+def test_they_go_on_while_a_requests_kv_cannot_come_yet() -> None:
+    """As sixteen others took a second and more for each token, its six are not here before six seconds. A step may take one."""
+    now = 0.0
+    connector = FakeConnector()
+    driver = Driver(connector=connector, clock=lambda: now, step_target_ms=2000)
+
+    def waits(name: str) -> Request:
+        connector.offers[name] = (6, True)
+        request = driver.add(name, prompt=6, max_tokens=1, transfer=consume(), arrival_time=now)
+        driver.step()
+        return request
+
+    def comes(request: Request) -> None:
+        driver.arrive(request, 0, 6)
+        driver.step(received(request.request_id, alone(request.prompt_token_ids, 1)[0], 6))
+
+    for number in range(16):
+        request = waits(f"before {number}")
+        now += 6.0 + number % 3
+        comes(request)
+    driver.add("idle", max_tokens=20, when_idle=True)
+    request = waits("asked")
+    for seconds in (1.0, 3.9):
+        now += seconds
+        assert scheduled(driver) == ["idle"]
+    now += 0.2
+    assert scheduled(driver) == []
+    now += 60.0
+    assert scheduled(driver) == []
+    comes(request)
+    assert scheduled(driver) == ["idle"]
 
 
 def test_their_steps_stay_short_because_a_request_may_come() -> None:
