@@ -198,6 +198,10 @@ class Request:
         return self.facts.lora
 
     @property
+    def when_idle(self) -> bool:
+        return self.facts.when_idle
+
+    @property
     def cache_salt(self) -> str | None:
         return self.facts.cache_salt
 

@@ -111,6 +111,10 @@ class TransferRequest(Protocol):
     @property
     def transfer(self) -> KVTransferParams | None: ...
     @property
+    def when_idle(self) -> bool:
+        """Whether it runs when nothing else does: its KV moves when no other request's has to."""
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """The chained hash of each full block of tokens. Callers must not change it. Empty without prefix caching."""
 

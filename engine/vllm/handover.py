@@ -68,6 +68,10 @@ class TransferView:
         return self._ours.facts.lora
 
     @property
+    def when_idle(self) -> bool:
+        return self._ours.facts.when_idle
+
+    @property
     def media(self) -> Sequence[MediaFeature]:
         return ()
 

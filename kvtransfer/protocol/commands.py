@@ -24,6 +24,7 @@ class BeginReceive(msgspec.Struct, frozen=True):
     token_hash: bytes
     first_block: list[int]
     block_ids: BlockTable
+    when_idle: bool = False  # it is read while no other request's KV is to be read the same way
 
 
 class CancelReceive(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class PlanSend(msgspec.Struct, frozen=True):
     num_tokens: int
     token_hash: bytes
     block_ids: BlockTable
+    when_idle: bool = False  # it is written while no other request's KV is to be written the same way
 
 
 class ExtendSend(msgspec.Struct, frozen=True):

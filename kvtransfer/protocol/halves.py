@@ -147,7 +147,7 @@ class SchedulerHalf(SchedulerConnector):
         if entry.transfer.role is TransferRole.PRODUCE:
             self._plan_send(request, entry, block_ids)
         elif num_external_tokens > 0 and not entry.begun:
-            self._begin_receive(request.request_id, entry, block_ids)
+            self._begin_receive(request, entry, block_ids)
 
     def _plan_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> None:
         request_id = request.request_id
@@ -164,10 +164,11 @@ class SchedulerHalf(SchedulerConnector):
                 entry.num_tokens,
                 entry.token_hash,
                 _copied(block_ids),
+                request.when_idle,
             )
         )
 
-    def _begin_receive(self, request_id: str, entry: _Entry, block_ids: BlockIds) -> None:
+    def _begin_receive(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> None:
         entry.begun = True
         first = entry.local_tokens // self._block_size
         total = -(-entry.num_tokens // self._block_size)
@@ -177,7 +178,7 @@ class SchedulerHalf(SchedulerConnector):
             firsts[-1], tables[-1] = 0, list(block_ids[-1])
         self._commands.append(
             BeginReceive(
-                request_id,
+                request.request_id,
                 entry.transfer.transfer_id,
                 entry.transfer.peer,
                 entry.num_tokens,
@@ -185,6 +186,7 @@ class SchedulerHalf(SchedulerConnector):
                 entry.token_hash,
                 firsts,
                 tables,
+                request.when_idle,
             )
         )
 

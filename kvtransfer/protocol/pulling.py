@@ -68,11 +68,11 @@ class Reader:
             raise InternalError("a read without a mapping")
         return receiving.mapping
 
-    def advance(self, receiving: IncomingTransfer) -> None:
-        """Asks about reads in flight and posts the next one. After a TransferError the other handles are still in
+    def advance(self, receiving: IncomingTransfer, *, waits: bool) -> None:
+        """Asks about reads in flight, and posts the next one unless it `waits`. After a TransferError the other handles are still in
         flight."""
         self._poll(receiving)
-        if not receiving.unread:
+        if waits or not receiving.unread:
             return
         remote = self._remotes.get(receiving.peer)
         if remote is None:
@@ -161,10 +161,15 @@ class PullLoop:
             in_flight[receiving.peer] += sum(receiving.in_flight.values())
         for key, meter in self._reader.meters.items():
             meter.withdrawn(meter.in_flight - in_flight[key])  # reads that failed or were taken back
-        for receiving in reading:
-            self._read_on(receiving)
+        taken: set[PeerKey] = set()  # ways that those who do not wait for an idle one will fill
+        for receiving in sorted(reading, key=lambda receiving: receiving.command.when_idle):
+            when_idle = receiving.command.when_idle
+            waits = when_idle and receiving.peer in taken
+            self._read_on(receiving, waits=waits)
             has_due = receiving.stage is ReceivePhase.READING and bool(receiving.unread)
-            if has_due and self._reader.can_post(receiving):
+            if has_due and not when_idle:
+                taken.add(receiving.peer)
+            if has_due and not waits and self._reader.can_post(receiving):
                 activity = Activity.DUE
             elif receiving.in_flight or has_due:
                 activity = max(activity, Activity.IN_FLIGHT)
@@ -183,15 +188,15 @@ class PullLoop:
             waiting = {
                 receiving.transfer_id: len(receiving.unread) * link.mapping.grain_bytes
                 for receiving in self._incoming.with_peer(link.key)
-                if receiving.stage is ReceivePhase.READING
+                if receiving.stage is ReceivePhase.READING and not receiving.command.when_idle
             }
             measured = LinkPace(pace, meter.in_flight, waiting, now)
             if measured.longest_s > self._settings.pace_s:
                 link.pace = measured
 
-    def _read_on(self, receiving: IncomingTransfer) -> None:
+    def _read_on(self, receiving: IncomingTransfer, *, waits: bool) -> None:
         try:
-            self._reader.advance(receiving)
+            self._reader.advance(receiving, waits=waits)
         except TransferError as error:
             logger.warning("reading KV from %s failed: %s", receiving.peer.node_id, error)
             self._broken(receiving.peer, str(error))

@@ -15,7 +15,7 @@ from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase, Write
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import Clock, LinkPace, NodeSide, Outcome, Recorder
+from tandem.kvtransfer.protocol.side import Clock, LinkPace, NodeSide, Outcome, PeerKey, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.handoff import TransferPace
 from tandem.wire.tracing import TransferStage
@@ -143,14 +143,19 @@ class PushLoop:
     def pump(self) -> Activity:
         """Posts what is due, one operation per transfer, and asks about writes in flight."""
         activity = Activity.NONE
-        for sending in list(self._moving.values()):
+        taken: set[PeerKey] = set()  # ways that those who do not wait for an idle one will fill
+        for sending in sorted(self._moving.values(), key=lambda sending: sending.when_idle):
             self.poll(sending)
-            if sending.phase is SendPhase.OPEN and sending.has_due:
+            to = sending.destination.link.key if sending.destination is not None else None
+            waits = sending.when_idle and to in taken
+            if sending.phase is SendPhase.OPEN and sending.has_due and not waits:
                 self._post(sending)
             self._outgoing.tell_progress(sending)
             self._outgoing.conclude(sending)
-            has_due = sending.phase is SendPhase.OPEN and sending.destination is not None and sending.has_due
-            if has_due and self._writer.can_post(sending):
+            has_due = sending.phase is SendPhase.OPEN and to is not None and sending.has_due
+            if has_due and to is not None and not sending.when_idle:
+                taken.add(to)
+            if has_due and not waits and self._writer.can_post(sending):
                 activity = Activity.DUE
             elif sending.in_flight or has_due:
                 # Other transfers' writes may fill the link, so this one must be looked at again.
@@ -177,7 +182,9 @@ class PushLoop:
             waiting = {
                 sending.transfer_id: sending.waiting_bytes
                 for sending in self._ledger.through(link)
-                if sending.phase is SendPhase.OPEN and (sending.in_flight or sending.has_due)
+                if sending.phase is SendPhase.OPEN
+                and (sending.in_flight or sending.has_due)
+                and not sending.when_idle  # no one waits for it
             }
             in_flight = link.meter.in_flight
             if LinkPace(pace, in_flight, waiting, now).longest_s > settings.pace_s:

@@ -203,6 +203,10 @@ class OutgoingTransfer:
         self.request_id = plan.request_id
         self.source = SourceBlocks(plan, [list(ids) for ids in plan.block_ids])
 
+    @property
+    def when_idle(self) -> bool:
+        return self.source is not None and self.source.plan.when_idle
+
     def belongs_to(self, key: PeerKey) -> bool:
         """Whether this consumer may speak for the transfer: the one that the router named, or before its plan is
         here, the one that registered first."""

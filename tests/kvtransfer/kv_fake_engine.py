@@ -49,6 +49,7 @@ class FakeRequest:
     cache_salt: str | None = None
     lora: str | None = None
     media: Sequence[MediaFeature] = ()
+    when_idle: bool = False
     num_computed_tokens: int = 0
     state: State = State.WAITING
     blocks: list[int] = dataclasses.field(default_factory=list)

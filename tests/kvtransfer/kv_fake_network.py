@@ -264,6 +264,7 @@ class Send:
     blocks: list[int]
     computed: int = 0
     computing: int | None = None  # the number of tokens that the running forward pass will have computed
+    when_idle: bool = False
     planned: bool = False
     ended: bool = False  # the request has ended; its blocks may be kept
     kept: bool = False
@@ -279,6 +280,7 @@ class Receive:
     tokens: list[int]
     local_tokens: int
     blocks: list[int]
+    when_idle: bool = False
     finished: Handoff | None = None
     failed: LoadFailure | None = None
     quarantined: set[int] = dataclasses.field(default_factory=set)
@@ -436,6 +438,7 @@ class Node:
                 len(send.tokens),
                 token_hash(send.tokens, None, None),
                 [list(send.blocks)],
+                send.when_idle,
             )
         )
 
@@ -518,6 +521,7 @@ class Node:
                 token_hash(receive.tokens, None, None),
                 [first],
                 [receive.blocks[first:]],
+                receive.when_idle,
             )
         )
 

@@ -129,10 +129,11 @@ class History:
         local = min(self.pick([0, 0, 4, 12]), (length - 1) // 4 * 4)
         name, transfer = f"r{self._count}", f"t{self._count}"
         what = self.pick(["right"] * 8 + ["other tokens", "no producer"])
-        self._waiting_receives.append(Receive(name, transfer, tokens, local, []))
+        when_idle = self.pick([False, False, True])
+        self._waiting_receives.append(Receive(name, transfer, tokens, local, [], when_idle))
         if what != "no producer":
             theirs = tokens if what == "right" else [7, *tokens[1:]]
-            self._waiting_sends.append(Send(name, transfer, theirs, self.consumer.address, []))
+            self._waiting_sends.append(Send(name, transfer, theirs, self.consumer.address, [], when_idle=when_idle))
 
     def _admit_send(self) -> None:
         send = self.pick(self._waiting_sends)

@@ -27,7 +27,7 @@ from tandem.kvtransfer.protocol.commands import (
 )
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer
-from tandem.kvtransfer.protocol.transport import Direction
+from tandem.kvtransfer.protocol.transport import Direction, Operation
 from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
     Envelope,
@@ -58,18 +58,21 @@ class Pair:
         self.producer: Node = self.world.add("p", 11)
         self.consumer: Node = self.world.add("c", 22, skew=-700.0, cache=consumers_cache)
 
-    def receive(self, tokens: list[int] = TOKENS, local: int = 0, name: str = "r1") -> Receive:
-        receive = Receive(name, f"t-{name}", tokens, local, [])
+    def receive(
+        self, tokens: list[int] = TOKENS, local: int = 0, name: str = "r1", *, when_idle: bool = False
+    ) -> Receive:
+        receive = Receive(name, f"t-{name}", tokens, local, [], when_idle)
         self.consumer.start_receive(receive, self.producer.address)
         return receive
 
-    def send(self, tokens: list[int] = TOKENS, name: str = "r1") -> Send:
-        send = Send(name, f"t-{name}", tokens, self.consumer.address, [])
+    def send(self, tokens: list[int] = TOKENS, name: str = "r1", *, when_idle: bool = False) -> Send:
+        send = Send(name, f"t-{name}", tokens, self.consumer.address, [], when_idle=when_idle)
         self.producer.start_send(send)
         return send
 
-    def begin(self, tokens: list[int] = TOKENS, name: str = "r1") -> tuple[Receive, Send]:
-        receive, send = self.receive(tokens, name=name), self.send(tokens, name)
+    def begin(self, tokens: list[int] = TOKENS, name: str = "r1", *, when_idle: bool = False) -> tuple[Receive, Send]:
+        receive = self.receive(tokens, name=name, when_idle=when_idle)
+        send = self.send(tokens, name, when_idle=when_idle)
         self.world.deliver_all()
         return receive, send
 
@@ -954,6 +957,27 @@ def test_a_transfer_that_waits_for_others_on_its_link_moves_when_they_have(push:
     push.world.stalled = False
     push.world.settle(SETTINGS.lease_s / 2)
     assert all(receive.finished for receive in sent)
+
+
+def test_kv_that_no_one_waits_for_moves_when_no_others_has_to(pair: Pair) -> None:
+    """The line of a batch, of six blocks, is computed first. The link takes four at a time."""
+    pair.world.stalled = True
+    line, send = pair.begin(name="line", when_idle=True)
+    pair.complete(send)
+    request, send = pair.begin(name="request")
+    pair.complete(send)
+    expected = [*line.blocks[:4], *request.blocks, *line.blocks[4:]]
+    moved: list[int] = []
+    while len(moved) < len(expected):
+        pair.world.settle_messages(0.001)
+        pair.world.pump()
+        move = pair.world.moves()[0]
+        moved += dict.fromkeys(move.remote if move.operation is Operation.WRITE else move.local)
+        pair.world.complete(move)
+    assert moved == expected
+    assert pair.nothing_is_left()
+    assert request.finished
+    assert line.finished
 
 
 def test_a_way_is_closed_only_when_no_other_transfer_uses_it(push: Pair) -> None:

@@ -52,6 +52,18 @@ def added(half: SchedulerHalf, role: str = "produce", tokens: list[int] = TOKENS
     return request
 
 
+@pytest.mark.parametrize("role", ["produce", "consume"])
+def test_the_protocol_learns_that_no_one_waits_for_it(role: str) -> None:
+    half = SchedulerHalf(4)
+    request = added(half, role)
+    request.when_idle = True
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[1, 2, 3]], 10)
+    command = planned(half).before_forward[-1]
+    assert isinstance(command, PlanSend | BeginReceive)
+    assert command.when_idle
+
+
 def test_a_request_without_a_transfer_is_none_of_its_business() -> None:
     half = SchedulerHalf(4)
     request = FakeRequest("r", TOKENS, None)
