@@ -111,4 +111,5 @@ def ranks_here(
             for pair in (*apart, *for_tiers):
                 for line in pair:
                     line.close()
-    assert not problems
+    if problems:
+        raise problems[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.batching import tensors_of
+from tandem.engine.model.cuda import capability as cuda_capability
+from tandem.engine.model.cuda import decode_graphs
 from tandem.engine.model.divided import division, exchange
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.shard import Shard
@@ -159,6 +162,22 @@ def test_what_is_asked_of_each_token_is_rank_0s(small: Path) -> None:
             assert driver.num_accepted >= 2
     assert told[1] == pytest.approx(told[0], abs=2e-4)
     assert len(told[0]) == len(PROMPT) - 1
+
+
+def test_ranks_that_read_together_record_no_steps(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where other models' decodes are recorded. What these ranks exchange in a step is not the same in the next one."""
+
+    def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+        return work, work()
+
+    monkeypatch.setattr(cuda_capability, "capability", cuda_capability.OnCuda)
+    monkeypatch.setattr(cuda_capability.OnCuda, "step_memory", lambda *_: None)
+    monkeypatch.setattr(decode_graphs, "CudaRecorder", lambda _device: record)
+    (answer,) = tiny.reference(small, [PROMPT], NUM_TOKENS)
+    with ranks_here(2, partial(load, small), lines=[], contexts=2) as runner:
+        driver = Driver(runner)
+        driver.add("r", PROMPT)
+        assert driver.generate(NUM_TOKENS) == {"r": answer.tokens}
 
 
 @pytest.mark.parametrize(
