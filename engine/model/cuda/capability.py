@@ -74,8 +74,8 @@ class OnCuda(Capability):
         from tandem.engine.model.cuda.same_bits import first_other_bits
 
         loading = self._loading
-        # A pipeline stage receives and sends within a step, which a recording cannot.
-        if loading.shard is not None and loading.shard.stages > 1:
+        # A pipeline stage receives and sends within a step, and contexts exchange other rows in each, which a recording cannot.
+        if loading.shard is not None and (loading.shard.stages > 1 or loading.shard.contexts > 1):
             return None
         graphs = DecodeGraphs(
             forward,

@@ -33,6 +33,7 @@ class KVExchange:
         """`dtype`: the model's."""
         self._kept = GatheredCache(kv_cache, plan)
         self._among: Collectives = shard.across or shard.collectives
+        self._all = shard.collectives
         self.maps_one_cache = shard.kv_memory is not None
         self._writers = [layer for layer in layers if layer.index not in plan.readers]
         self._dtype = dtype
@@ -63,7 +64,7 @@ class KVExchange:
         parts = [self._kept.as_kept(part).to(self._dtype) for part in parts]
         if self.maps_one_cache:
             self._write(layer, parts)
-            self._meet()
+            self._meet(self._among)
             return
         flat = torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
         if self._counts is None:
@@ -90,16 +91,17 @@ class KVExchange:
             self._write(layer.index, _apart(flat, sizes))
 
     def end(self) -> None:
-        """When it returns, no rank reads or writes the step's blocks any more: they may be given away."""
+        """When it returns, no rank reads or writes the step's blocks any more: they may be given away. In a step that rank 0's group
+        computes alone, nothing else makes this rank wait for what the others of its group give to their like."""
         if not self.is_idle:
-            self._meet()
+            self._meet(self._all)
 
     def _write(self, layer: int, parts: Sequence[torch.Tensor]) -> None:
         block, offset = self._places[self._kept.plan.group_of_layer[layer]]
         self._kept.write(layer, block, offset, *parts)
 
-    def _meet(self) -> None:
-        self._among.sum(torch.zeros(1, device=self._kept.tensor.device))
+    def _meet(self, among: Collectives) -> None:
+        among.sum(torch.zeros(1, device=self._kept.tensor.device))
 
 
 def _apart(flat: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

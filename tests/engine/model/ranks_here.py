@@ -95,7 +95,9 @@ def ranks_here(
             except Exception as error:
                 problems.append(error)
 
-        threads = [threading.Thread(target=other, args=(rank,), daemon=True) for rank in range(1, width)]
+        threads = [
+            threading.Thread(target=other, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(1, width)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -109,4 +111,5 @@ def ranks_here(
             for pair in (*apart, *for_tiers):
                 for line in pair:
                     line.close()
-    assert not problems
+    if problems:
+        raise problems[0]
