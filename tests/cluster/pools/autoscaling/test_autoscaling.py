@@ -198,13 +198,13 @@ def status(**fields: float) -> NodeStatus:
     return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
 
 
-def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
+def test_requests_wait_in_nodes_or_in_routers() -> None:
     meter = LoadMeter(10)
-    for seen, waits_s in [({"waiting": 2, "loading": 2}, 0.0), ({"waiting": 2, "loading": 1}, 4.0), ({}, 0.0)]:
-        meter.look(1.0, [status(oldest_wait_s=4.0, **seen)])
-        assert meter.history[Role.DECODE][-1].wait_s == waits_s
-    meter.look(1.0, [status()], router_wait_s=7.0)
-    assert meter.history[Role.DECODE][-1].wait_s == 7.0
+    waits = []
+    for in_node, in_router in ((0.0, 0.0), (4.0, 0.0), (4.0, 7.0)):
+        meter.look(1.0, [status(oldest_wait_s=in_node)], in_router)
+        waits.append(meter.history[Role.DECODE][-1].wait_s)
+    assert waits == [0.0, 4.0, 7.0]
 
 
 def test_what_runs_when_nothing_else_does_is_no_load() -> None:
