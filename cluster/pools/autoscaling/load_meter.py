@@ -62,7 +62,8 @@ class LoadMeter:
             if work.tokens_per_s is not None:
                 before = self._rates.get(role, work.tokens_per_s)
                 self._rates[role] = (1 - _WEIGHT) * before + _WEIGHT * work.tokens_per_s
-        waiting = sum(status.waiting_tokens for status in statuses)
+        # What is left of the prompts that a node computes is no wait where none is behind them.
+        waiting = sum(status.waiting_tokens for status in statuses if status.waiting > status.loading)
         rate = self._rates.get(role)
         stepping = [work.step_s for work in works if work.step_s > 0]
         return PoolLoad(

@@ -207,6 +207,18 @@ def test_requests_wait_in_nodes_or_in_routers() -> None:
     assert waits == [0.0, 4.0, 7.0]
 
 
+def test_one_long_prompt_that_is_being_read_is_no_line() -> None:
+    """It is computed by one node, however many the pool has: only those behind it could go to others."""
+    meter = LoadMeter(10)
+    queues = []
+    for at, waiting in ((1.0, 0), (2.0, 0), (3.0, 1)):
+        counters = NodeCounters(steps=int(at), step_seconds=at, prompt_tokens_computed=int(5000 * at))
+        reads = msgspec.structs.replace(status(waiting_tokens=60_000), role=Role.PREFILL, counters=counters)
+        meter.look(at, [reads, msgspec.structs.replace(reads, node_id="p", waiting=waiting)])
+        queues.append(meter.history[Role.PREFILL][-1].queue_s)
+    assert queues == pytest.approx([0.0, 0.0, 6.0])
+
+
 def test_what_runs_when_nothing_else_does_is_no_load() -> None:
     meter = LoadMeter(10)
     users = {"steps": 20, "step_seconds": 2.0, "output_tokens": 60}
