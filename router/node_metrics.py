@@ -26,7 +26,7 @@ _GAUGES = {
     "transfers": "KV transfers under way",
     "loading": "Requests whose prompt's KV is on its way",
     "wanted_blocks": "Blocks that the requests there are expected to take beyond those that they have",
-    "oldest_wait_s": "Seconds since the first of those that wait came",
+    "oldest_wait_s": "Seconds since the first of those that wait came, but for those whose KV is on its way",
     "held_blocks": "Blocks of finished requests that wait for their transfer",
     "held_requests": "Requests that have ended, and whose blocks wait for their transfer",
     "cached_blocks": "KV cache blocks that a prefix can be found in, in use or free",

@@ -390,7 +390,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     # Blocks that the requests here are expected to take beyond those that they have. With `free_blocks` this shows
     # how much room there is.
     wanted_blocks: int = 0
-    oldest_wait_s: float = 0.0  # how long ago the first of the waiting requests came
+    oldest_wait_s: float = 0.0  # how long ago the first of the waiting requests came whose KV is not on its way
     quarantined_blocks: int = 0  # blocks of failed transfers to which a peer may still write
     pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
     pinned_blocks: int = 0  # their blocks in no other use: given up if a request could not run otherwise

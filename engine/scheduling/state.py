@@ -128,7 +128,7 @@ class SchedulerStats(Totals, kw_only=True):
     idle_blocks: int = 0  # of idle work
     # Blocks that unfinished requests, including waiting ones, are expected to take beyond those that they have.
     wanted_blocks: int = 0
-    oldest_arrival: float | None = None  # the earliest arrival of a waiting request, by the scheduler's clock
+    oldest_arrival: float | None = None  # the earliest of the waiting that are not blocked, by the scheduler's clock
     quarantined_blocks: int = 0  # blocks of failed loads, which a peer may still write to
 
 
@@ -247,7 +247,9 @@ class SchedulerState:
             pinned_blocks=sum(self.cache.num_blocks_of_one(request.request_id) for request in pinned),
             idle_blocks=self._blocks_of_idle_work(),
             wanted_blocks=self._wanted_blocks(),
-            oldest_arrival=min((one.arrival_time for one in self.waiting if not one.facts.when_idle), default=None),
+            oldest_arrival=min(
+                (one.arrival_time for one in self.waiting.ready() if not one.facts.when_idle), default=None
+            ),
             quarantined_blocks=len(pool.quarantined),
         )
 

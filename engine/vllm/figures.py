@@ -68,11 +68,12 @@ class VllmFigures:
         held = [request_id for request_id in scheduler.requests if request_id not in live]
         running = {request.request_id for request in scheduler.running}
         waiting = [each for request_id, each in live.items() if request_id not in running]
+        in_line = [each for each in waiting if not each.theirs.status.name.startswith("WAITING_FOR_")]
         return SchedulerStats(
             **self.totals.values(),
             running=len(running),
             waiting=len(waiting),
-            blocked=sum(each.theirs.status.name.startswith("WAITING_FOR_") for each in waiting),
+            blocked=len(waiting) - len(in_line),
             waiting_tokens=sum(map(_uncomputed, live.values())),
             free_blocks=pool.get_num_free_blocks(),
             cached_blocks=len(pool.cached_block_hash_to_block),
@@ -81,7 +82,7 @@ class VllmFigures:
             held_blocks=sum(count_blocks(scheduler.kv_cache_manager.get_block_ids(each)) for each in held),
             quarantined_blocks=quarantined,
             wanted_blocks=sum(map(self._wanted, live.values())),
-            oldest_arrival=min((each.ours.arrival_time for each in waiting), default=None),
+            oldest_arrival=min((each.ours.arrival_time for each in in_line), default=None),
         )
 
     def _wanted(self, live: VllmRequest) -> int:

@@ -62,7 +62,8 @@ class LoadMeter:
             if work.tokens_per_s is not None:
                 before = self._rates.get(role, work.tokens_per_s)
                 self._rates[role] = (1 - _WEIGHT) * before + _WEIGHT * work.tokens_per_s
-        waiting = sum(status.waiting_tokens for status in statuses)
+        # What is left of the prompts that a node computes is no wait where none is behind them.
+        waiting = sum(status.waiting_tokens for status in statuses if status.waiting > status.loading)
         rate = self._rates.get(role)
         stepping = [work.step_s for work in works if work.step_s > 0]
         return PoolLoad(
@@ -83,7 +84,9 @@ class LoadMeter:
                 if (costs := status.totals.step_costs) is not None and costs.rows_seen
             ),
             written_per_s=sum(work.written_per_s for work in works),
-            wait_s=0.0 if not role.writes_answers else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
+            wait_s=max(router_wait_s, _mean(status.oldest_wait_s for status in statuses))
+            if role.writes_answers
+            else 0.0,
         )
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:
@@ -117,8 +120,3 @@ class LoadMeter:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
-
-
-def _wait_for_room(status: NodeStatus) -> float:
-    """Returns 0 while the node waits only for KV in transfer: that wait is the prefill pool's, not this one's."""
-    return status.oldest_wait_s if status.waiting > status.loading else 0.0

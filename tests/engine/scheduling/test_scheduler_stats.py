@@ -56,6 +56,19 @@ def test_tokens_that_are_on_their_way_are_not_waiting_to_be_computed():
     assert (stats.waiting, stats.blocked, stats.waiting_tokens) == (1, 1, 0)
 
 
+def test_a_request_whose_kv_is_on_its_way_is_not_the_oldest_that_waits_for_its_turn():
+    connector = FakeConnector()
+    connector.offers["far"] = (10, True)
+    driver = Driver(connector=connector, max_num_seqs=1)
+    driver.add("far", prompt=10, arrival_time=1.0)
+    driver.step()
+    assert driver.scheduler.stats().oldest_arrival is None
+    driver.add("runs", arrival_time=2.0)
+    driver.add("waits", arrival_time=3.0)
+    driver.step()
+    assert driver.scheduler.stats().oldest_arrival == 3.0
+
+
 def test_totals_add_up():
     driver = Driver(eos=[10_000])
     driver.add("a", list(range(9)), max_tokens=3)

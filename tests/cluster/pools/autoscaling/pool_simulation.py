@@ -64,7 +64,7 @@ class SimulatedPool:
                 free_blocks=BLOCKS - used,
                 total_blocks=BLOCKS,
                 running=int(self.answers / n),
-                waiting=0,
+                waiting=math.ceil(self.waiting_tokens / n / PROMPT),
                 waiting_tokens=int(self.waiting_tokens / n),
                 transfers=0,
                 held_blocks=0,

@@ -198,13 +198,25 @@ def status(**fields: float) -> NodeStatus:
     return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
 
 
-def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
+def test_requests_wait_in_nodes_or_in_routers() -> None:
     meter = LoadMeter(10)
-    for seen, waits_s in [({"waiting": 2, "loading": 2}, 0.0), ({"waiting": 2, "loading": 1}, 4.0), ({}, 0.0)]:
-        meter.look(1.0, [status(oldest_wait_s=4.0, **seen)])
-        assert meter.history[Role.DECODE][-1].wait_s == waits_s
-    meter.look(1.0, [status()], router_wait_s=7.0)
-    assert meter.history[Role.DECODE][-1].wait_s == 7.0
+    waits = []
+    for in_node, in_router in ((0.0, 0.0), (4.0, 0.0), (4.0, 7.0)):
+        meter.look(1.0, [status(oldest_wait_s=in_node)], in_router)
+        waits.append(meter.history[Role.DECODE][-1].wait_s)
+    assert waits == [0.0, 4.0, 7.0]
+
+
+def test_one_long_prompt_that_is_being_read_is_no_line() -> None:
+    """It is computed by one node, however many the pool has: only those behind it could go to others."""
+    meter = LoadMeter(10)
+    queues = []
+    for at, waiting in ((1.0, 0), (2.0, 0), (3.0, 1)):
+        counters = NodeCounters(steps=int(at), step_seconds=at, prompt_tokens_computed=int(5000 * at))
+        reads = msgspec.structs.replace(status(waiting_tokens=60_000), role=Role.PREFILL, counters=counters)
+        meter.look(at, [reads, msgspec.structs.replace(reads, node_id="p", waiting=waiting)])
+        queues.append(meter.history[Role.PREFILL][-1].queue_s)
+    assert queues == pytest.approx([0.0, 0.0, 6.0])
 
 
 def test_what_runs_when_nothing_else_does_is_no_load() -> None:
