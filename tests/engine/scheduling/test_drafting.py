@@ -206,16 +206,6 @@ def test_rejected_drafts_are_taken_back(accepted):
     assert stats.speculative_accepted_at == [int(position < accepted) for position in range(3)]
 
 
-def test_placeholders_of_rejected_drafts_are_taken_back_with_them():
-    driver = Driver()
-    request = driver.add("a", prompt=6, max_tokens=20)
-    sample(driver, [5], drafts=[1, 2, 3])
-    step = driver.schedule()
-    request.num_output_placeholders = 4
-    driver.scheduler.update_from_output(step, ModelOutput({"a": [1, 9]}))
-    assert request.num_output_placeholders == 2
-
-
 def test_drafts_beyond_the_budget_are_cut_off():
     driver = Driver(max_num_batched_tokens=8)
     driver.add("a", prompt=6, max_tokens=20)
