@@ -110,6 +110,29 @@ def test_steps_are_counted_by_their_tokens():
     assert stats.tokens_scheduled == 16 + 8 + 2
 
 
+def test_the_blocks_that_answers_will_want_are_guessed_from_those_that_have_ended():
+    driver = Driver()
+
+    def tokens_expected(name: str) -> int:
+        """Of an answer that has one."""
+        driver.add(name, prompt=8, max_tokens=300)
+        driver.step()
+        stats = driver.scheduler.stats()
+        driver.abort(name)
+        return (stats.wanted_blocks + stats.total_blocks - stats.free_blocks) * BLOCK - 8
+
+    assumed = tokens_expected("a")
+    assert tokens_expected("b") == assumed, "one that was aborted says nothing"
+    for name, num_tokens, expected in (("c", 100, 100), ("d", 60, 96), ("e", 4, 88)):
+        driver.add(name, prompt=8, max_tokens=num_tokens)
+        driver.run()
+        assert tokens_expected(f"after {name}") == expected
+    for number in range(40):
+        driver.add(f"short {number}", prompt=8, max_tokens=1)
+        driver.run()
+    assert tokens_expected("f") == 36, "it is expected to go on for a while"
+
+
 def test_what_was_looked_for_is_counted_beside_what_was_found():
     connector = FakeConnector()
     driver = Driver(connector=connector)
