@@ -258,6 +258,19 @@ def test_a_word_that_comes_after_the_next_turn_changes_nothing():
     assert driver.pins.times.expected(None) is None
 
 
+@pytest.mark.parametrize(("is_sent_away", "took"), [(False, 1.5), (True, 1.0)])
+def test_a_tools_time_counts_from_the_answers_end(is_sent_away: bool, took: float):
+    """A decode node writes the answer to a prompt that was sent away, so only the router's word says when that ended."""
+    connector = FakeConnector()
+    driver = Agents(connector=connector)
+    turn = driver.turn("a1", 16, transfer=produce() if is_sent_away else None)
+    driver.now = 0.5
+    driver.scheduler.turn_ended("a", "a1", ["grep"])
+    driver.now = 1.5
+    driver.add("a2", [*turn.all_token_ids, 1], job_id="a")
+    assert driver.pins.times.expected(["grep"]) == took
+
+
 def test_a_pin_that_runs_out_teaches_that_the_tool_is_slow():
     driver = Agents()
     driver.turn("a1")
