@@ -434,6 +434,21 @@ def test_the_blocks_of_an_aborted_request_wait_until_nothing_writes_to_them(push
     assert push.stats()[1].quarantined_blocks == 0
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_consumer_that_shuts_down_gives_everything_up_and_waits_for_what_moves(
+    pair: Pair, phase: Callable[[Pair], None]
+) -> None:
+    phase(pair)
+    pair.world.deliver_all()
+    moves, is_told = bool(pair.world.moves()), phase is not _never_connected
+    pushes = pair.world.direction is Direction.PUSH
+    assert pair.consumer.endpoint.shutdown() is not (moves or (pushes and is_told))
+    pair.world.settle(0.5)
+    assert pair.consumer.endpoint.shutdown()
+    assert pair.consumer.receives["r1"].reason == "the node shuts down"
+    assert pair.outcomes()[1] == {"shutdown": 1}
+
+
 @pytest.mark.parametrize("phase", [_prefilling, _registered])
 def test_an_abort_on_the_producer_fails_the_consumer_at_once(pair: Pair, phase: Callable[[Pair], None]) -> None:
     phase(pair)
