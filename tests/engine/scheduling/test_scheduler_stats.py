@@ -229,10 +229,11 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "drafts of one that does not run": lambda d: d.scheduler.requests["waits"].spec_token_ids.append(1),
     "a held request that has not ended": lambda d: setattr(state(d).held["held"], "status", RequestStatus.RUNNING),
     "blocks of a request that has ended": lambda d: state(d).held.clear(),
-    "computed tokens without blocks": lambda d: setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
-    "a request in line that is said to have blocks": lambda d: state(d).waiting.holders.__setitem__(
-        "waits", d.scheduler.requests["waits"]
+    "computed tokens without blocks": lambda d: (
+        setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
+        setattr(state(d).waiting._waiting, "num_tokens", state(d).waiting._waiting.num_tokens - 4),
     ),
+    "a token that no step computes": lambda d: setattr(running(d), "num_output_placeholders", 1),
     "a line that miscounts its tokens": lambda d: setattr(state(d).waiting._waiting, "num_tokens", 1),
     "more at once than may run": lambda d: setattr(state(d), "config", type(state(d).config)(max_num_seqs=1)),
 }

@@ -232,12 +232,14 @@ def test_a_word_about_a_turn_that_is_not_the_last_changes_nothing():
     assert driver.pinned == ["a"]
 
 
-@pytest.mark.parametrize(("job_id", "request_id"), [("unknown", "x"), ("h", "h0"), ("h", "h1")])
+@pytest.mark.parametrize(("job_id", "request_id"), [("unknown", "x"), ("a", "a0"), ("a", "a1")])
 def test_a_word_that_ends_no_pin_gives_the_scheduler_no_work(job_id: str, request_id: str):
     connector = FakeConnector()
     connector.keeps.add("h1")
-    driver = Agents(connector=connector, num_blocks=8, policy=SchedulingPolicy.CONTINUUM)
-    driver.turn("h1", 16)
+    driver = Agents(connector=connector, num_blocks=8)
+    driver.turn("a1")
+    driver.at(LIMIT_S)  # its pin has ended
+    driver.turn("h1")
     driver.add("b1", 16)
     driver.step()
     assert not driver.scheduler.has_work(), "the request waits for blocks that the connector holds"
