@@ -183,8 +183,9 @@ def test_looking_for_drafts_that_are_never_found_becomes_seldom() -> None:
     assert [bool(judge.limits(step, [request])) for _ in range(3)] == [True] * 3
 
 
-def test_a_loss_of_one_judges_nothing() -> None:
-    node = Node({"a": 0.0}, loss=1.0).run(100)
+@pytest.mark.parametrize("search_s", [0.0, 0.1])  # longer than a step
+def test_a_loss_of_one_judges_nothing(search_s: float) -> None:
+    node = Node({"a": 0.0}, loss=1.0, search_s=search_s).run(100)
     assert node.drafted["a"] == 99 * 4
 
 
