@@ -40,6 +40,8 @@
 #                    and compiles them for cards, and the GPU's benchmark runs on a CPU
 # make test-gpu-kernels    by nvcc from its wheels, without a GPU: what FlashInfer's scheduler plans, and its kernels for Hopper (ten minutes
 #                    of two cores)
+# make test-sanitized   the CPU kernels under AddressSanitizer and UBSan, with every instruction set of this machine (about
+#                    ten minutes of one core)
 # make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
 # make docs     writes the parts of the documents that are generated from the code
 # make clean    deletes the environment and everything that tools left here; the model cache stays
@@ -52,7 +54,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-gpu-kernels test-hosts test-lab test-image test-vllm test-models test-objects test-platforms test-versions models-page bench soak style check wheel test-install docs clean install
+.PHONY: help serve search test test-sanitized test-clients test-more test-clusters test-faults test-gpu-packages test-gpu-kernels test-hosts test-lab test-image test-vllm test-models test-objects test-platforms test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -136,6 +138,19 @@ test-gpu-kernels: install
 		$(BIN)/python -m pytest -q tests/engine/model/test_flashinfer_plan.py && \
 		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=9.0a \
 		$(BIN)/python -m tandem.engine.model.cuda.prebuild 64
+
+# What is found ends the tests, with its place in the source. Python takes its memory from malloc, which the sanitizer guards, and what
+# is freed stays for a while, so memory is not steady.
+SANITIZED := $(CURDIR)/build/sanitized
+test-sanitized: install
+	mkdir -p $(SANITIZED)
+	printf '#!/bin/sh\nexec g++ "$$@" -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all\n' > $(SANITIZED)/g++
+	chmod +x $(SANITIZED)/g++
+	export CXX=$(SANITIZED)/g++ XDG_CACHE_HOME=$(SANITIZED) OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc; \
+		$(BIN)/python -m tandem.kernels.build && test -n "$$(find $(SANITIZED) -name libtandem_native.so)" && \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest -q \
+		-m "not integration and not more" -k "not memory_is_steady" tests/kernels tests/engine/native tests/engine/model/test_lora_kernel.py \
+		tests/engine/model/test_gguf.py tests/engine/model/test_quantized.py --ignore=tests/kernels/test_build.py
 
 VLLM_ENV ?= build/vllm
 test-vllm: install $(VLLM_ENV)/bin/vllm

@@ -222,7 +222,7 @@ void Operations::update(const tandem_updates& updates, const tandem_rows& x, con
       const int begin = part(task % kParts), end = part(task % kParts + 1);
       if (updates.slots[row] < 0 || begin == end) return;
       widen(out.data, row * out.stride + begin, dtype, end - begin, row_of);
-      kernels_->add_update(added, static_cast<int>(row), begin, end, row_of);
+      kernels_->add_update(added, static_cast<int>(row), added.begin + begin, added.begin + end, row_of);
       narrow(row_of, end - begin, dtype, out.data, row * out.stride + begin);
     });
   });

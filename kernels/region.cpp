@@ -3,6 +3,12 @@
 #include <errno.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
+#endif
 
 #include <new>
 #include <system_error>
@@ -26,6 +32,8 @@ Region::Region(size_t bytes) : size_(bytes) {
   }
   const auto address = reinterpret_cast<uintptr_t>(mapping_);
   data_ = static_cast<char*>(mapping_) + ((kHugePage - address % kHugePage) % kHugePage);
+  // Only prefetches and tile loads reach past the end, and neither is instrumented.
+  ASAN_POISON_MEMORY_REGION(data_ + bytes, static_cast<char*>(mapping_) + mapped_ - (data_ + bytes));
 #if defined(MADV_HUGEPAGE)
   if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
@@ -44,7 +52,9 @@ Region::Region(int file, size_t bytes) : Region(bytes) {
 }
 
 Region::~Region() {
-  if (mapping_) munmap(mapping_, mapped_);
+  if (!mapping_) return;
+  ASAN_UNPOISON_MEMORY_REGION(mapping_, mapped_);
+  munmap(mapping_, mapped_);
 }
 
 Region::Region(Region&& other) noexcept { *this = std::move(other); }

@@ -332,14 +332,13 @@ class KVCacheManager:
 
     def first_token_in(self, request: Request, blocks: set[int]) -> int | None:
         """Returns the first of the request's tokens whose KV lies in one of `blocks`; None if none does."""
-        first = None
-        for manager in self.coordinator.managers:
-            for i, block in enumerate(manager.tables.get(request.request_id, ())):
-                if block in blocks:
-                    token = manager.first_token_of(i)
-                    first = token if first is None else min(first, token)
-                    break
-        return first
+        tokens = (
+            manager.first_token_of(i)
+            for manager in self.coordinator.managers
+            for i, block in enumerate(manager.tables.get(request.request_id, ()))
+            if block in blocks
+        )
+        return min(tokens, default=None)
 
     def forget_uncomputed(self, request: Request) -> None:
         """Uncaches the request's blocks beyond its computed tokens."""

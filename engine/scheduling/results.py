@@ -133,8 +133,6 @@ class ModelResults:
         if num_rejected < 0:
             raise InternalError(f"{num_accepted} drafts of {request!r} were accepted where {num_drafts} were given")
         request.num_computed_tokens -= num_drafts if self._state.cache.keeps_states else num_rejected
-        if request.num_output_placeholders > 0:
-            request.num_output_placeholders -= num_rejected
         drafts_settled(self._state, step, request, num_drafts, num_accepted)
 
     def _fail(self, request: Request, error: TandemError, void: set[str]) -> TokenChunk:

@@ -421,6 +421,5 @@ class Consumer:
     def shutdown(self) -> bool:
         """Gives every transfer up. False while a producer may still write."""
         for receiving in self._incoming:
-            receiving.aborted = True
             self._incoming.give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")
         return self._incoming.is_empty

@@ -107,7 +107,7 @@ class Verifier:
         for place, block, right, got in zip(places, blocks, expected, found, strict=True):
             if right != got:
                 if receiving.sample.every == 1:
-                    self._arrived(receiving, min(place, end))
+                    self._arrived(receiving, place)
                 else:
                     # The grains before it that carry no checksum are not trusted either.
                     receiving.num_arrived = 0

@@ -52,11 +52,8 @@ class Reader:
 
     def can_post(self, receiving: IncomingTransfer) -> bool:
         """Whether one more read fits into what may be in flight from this producer."""
-        meter = self.meters.get(receiving.peer)
-        if meter is None or not receiving.unread:
-            return False
         post_bytes = self._batch(receiving) * self._mapping_of(receiving).grain_bytes
-        return meter.has_room(self._settings, post_bytes, self._clock())
+        return self.meters[receiving.peer].has_room(self._settings, post_bytes, self._clock())
 
     def _batch(self, receiving: IncomingTransfer) -> int:
         """The number of grains in one read."""

@@ -246,7 +246,7 @@ class LinkMeter:
             return None
         moved = self._bytes_moved
         self.last_measured = (moved + self.in_flight) / (now - self._since)
-        if moved and self._last_end > self._since:
+        if self._last_end > self._since:
             self.last_measured = min(self.last_measured, moved / (self._last_end - self._since))
         return self.last_measured
 

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.commands import CancelReceive
-from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, ProtocolLoop
+from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S, ProtocolLoop
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import CancelTransfer, Envelope
@@ -115,15 +115,16 @@ def test_deadlines_are_looked_at_while_there_are_any(running: RunningLoop) -> No
     assert time.monotonic() - began >= 3 * SETTINGS.tick_s
 
 
-def test_what_is_in_flight_is_polled_at_intervals(running: RunningLoop) -> None:
-    running.endpoint.is_idle = False
-    running.endpoint.activity = Activity.IN_FLIGHT
-    running.nudge()
-    began, pumped = time.monotonic(), running.endpoint.pumped
-    until(lambda: running.endpoint.pumped >= pumped + 100)
-    assert time.monotonic() - began > 90 * POLL_MAX_S  # the first few are sooner
-    running.endpoint.is_idle = True
-    running.endpoint.activity = Activity.NONE
+def test_what_is_in_flight_is_polled_at_intervals_that_grow() -> None:
+    loop = ProtocolLoop("moving", SETTINGS, lambda: 100.0, on_failure=lambda: None)
+    endpoint: Any = FakeEndpoint()
+    endpoint.activity = Activity.IN_FLIGHT
+    waits = [loop.turn(endpoint, 0.0) for _ in range(6)]
+    assert waits == [min(POLL_MIN_S * 2**turn, POLL_MAX_S) for turn in range(6)]
+    endpoint.activity = Activity.NONE
+    loop.turn(endpoint, 0.0)
+    endpoint.activity = Activity.IN_FLIGHT
+    assert loop.turn(endpoint, 0.0) == POLL_MIN_S
 
 
 def test_a_peers_message_that_fails_is_counted_and_the_next_one_handled(running: RunningLoop) -> None:
@@ -176,6 +177,22 @@ def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> No
     running.loop.stop(0.1)
     assert time.monotonic() - began < 2
     running.loop.stop(0.1)  # idempotent
+
+
+def test_what_peers_say_while_the_loop_stops_is_heard() -> None:
+    """It may be what the end waits for."""
+    running = RunningLoop()
+    endpoint = running.endpoint
+
+    def shutdown() -> bool:
+        if not endpoint.handled:
+            running.loop.message(MESSAGE)
+        return bool(endpoint.handled)
+
+    endpoint.shutdown = shutdown  # type: ignore[method-assign]
+    running.start()
+    running.loop.stop(5.0)
+    assert endpoint.handled == [MESSAGE]
 
 
 def test_a_message_does_not_put_off_the_question_to_peers_whose_kv_is_here() -> None:

@@ -324,6 +324,22 @@ def test_a_registration_after_a_long_silence_gets_a_fresh_stamp_first(pair: Pair
     assert second.finished
 
 
+def test_a_registration_that_is_lost_for_long_gets_a_fresh_stamp_before_it_is_sent_again(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver()  # Hello
+    pair.world.deliver()  # Welcome
+    asked_for_s, until = 1.0, pair.world.now + SETTINGS.lease_s / 2 + 1.0
+    asked: list[object] = []
+    while pair.world.now < until:
+        pair.world.network.clear()
+        pair.world.advance(SETTINGS.tick_s)
+        asked += pair.on_the_way(RenewLease)
+    assert 2 < len(asked) <= asked_for_s / SETTINGS.retry_s + 1, "it is asked for again and again, and not all the time"
+    assert not pair.on_the_way(RegisterDestination)
+    pair.complete(send, 0.5)
+    assert receive.finished
+
+
 def test_a_long_prompt_keeps_its_lease(pair: Pair) -> None:
     receive, send = pair.receive(), pair.send()
     pair.world.settle(4 * SETTINGS.lease_s)
@@ -405,6 +421,35 @@ def test_an_abort_on_the_consumer_ends_both_sides(pair: Pair, phase: Callable[[P
     if phase is _computed:
         assert pair.stats()[0].blocks_freed == {"cancelled": 6}
     assert pair.nothing_is_left()
+
+
+def test_the_blocks_of_an_aborted_request_wait_until_nothing_writes_to_them(push: Pair) -> None:
+    """The engine has no use for them before, so they are never reported as unsafe."""
+    push.world.stalled = True
+    receive, _ = in_flight_write(push)
+    push.producer.frozen = True
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.world.advance(SETTINGS.lease_s - 0.5)
+    assert not receive.over
+    push.world.advance(2 * SETTINGS.lease_s)  # the way that its writes take is closed
+    assert receive.over
+    assert not receive.quarantined
+    assert push.stats()[1].quarantined_blocks == 0
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_consumer_that_shuts_down_gives_everything_up_and_waits_for_what_moves(
+    pair: Pair, phase: Callable[[Pair], None]
+) -> None:
+    phase(pair)
+    pair.world.deliver_all()
+    moves, is_told = bool(pair.world.moves()), phase is not _never_connected
+    pushes = pair.world.direction is Direction.PUSH
+    assert pair.consumer.endpoint.shutdown() is not (moves or (pushes and is_told))
+    pair.world.settle(0.5)
+    assert pair.consumer.endpoint.shutdown()
+    assert pair.consumer.receives["r1"].reason == "the node shuts down"
+    assert pair.outcomes()[1] == {"shutdown": 1}
 
 
 @pytest.mark.parametrize("phase", [_prefilling, _registered])

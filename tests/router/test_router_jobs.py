@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import PolicyName
+from tandem.router.dispatch.lives import REMEMBERED_JOBS, JobHomes
 from tandem.router.policy.shortlist import Shortlist
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
@@ -117,3 +119,14 @@ def test_room_counts_what_is_only_pinned():
     full = node("d1", running=1, free_blocks=2, pinned_blocks=8)
     assert full.room_blocks == 10
     assert full.has_room(16 * 10)
+
+
+def test_of_more_jobs_than_are_remembered_the_latest_are() -> None:
+    now = 0.0
+    homes, pins = JobHomes(lambda: now), msgspec.structs.replace(node("d0").info, pin_seconds=60.0)
+    for number in range(REMEMBERED_JOBS + 1):
+        homes.remember(f"job {number}", [pins], is_last_step=False)
+    assert homes.of("job 0") == frozenset()
+    assert homes.of("job 1") == homes.of(f"job {REMEMBERED_JOBS}") == {"d0"}
+    now = 60.0
+    assert homes.of("job 1") == frozenset(), "its pin has ended"

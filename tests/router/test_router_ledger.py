@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError
-from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
-from tandem.wire.requests import TokenChunk
-from tandem.wire.sampling import FinishReason
+from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
+from tandem.router.metrics import RouterMetrics
+from tandem.router.recent import parts_of
+from tandem.wire.requests import RequestFacts, TokenChunk
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.router.fake_node import fake_logprobs
 
 
@@ -62,6 +65,16 @@ def test_a_report_without_logprobs_waits_for_the_one_with() -> None:
     assert not ledger.waiting
 
 
+def test_nothing_that_an_attempt_left_waiting_goes_into_what_the_next_one_reports() -> None:
+    ledger = TokenLedger(wants_logprobs=False)
+    ledger.accept(chunk(0, [7]))
+    assert ledger.accept(chunk(3, [1, 2], finish=FinishReason.LENGTH)) is MergedChunk.HELD
+    ledger.drop_held()
+    assert not ledger.waiting
+    assert ledger.accept(chunk(1, [8, 9])) is MergedChunk.NEWS
+    assert (ledger.tokens, ledger.finish) == ([7, 8, 9], None)
+
+
 def test_a_held_report_that_disagrees_is_found_when_its_turn_comes() -> None:
     ledger = TokenLedger(wants_logprobs=True)
     ledger.accept(chunk(0, [6]))
@@ -90,3 +103,19 @@ def test_any_order_of_overlapping_reports_gives_the_output(
     assert ledger.tokens == tokens
     assert ledger.finish is FinishReason.STOP
     assert not ledger.waiting or wants_logprobs
+
+
+def test_each_part_of_a_requests_time_is_what_it_took() -> None:
+    now = 100.0
+    facts = RequestFacts(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=9))
+    timings = RequestTimings(RouterMetrics(), lambda: now, SequenceSpec("r", facts, 999.0, arrived=97.0), came=98.0)
+    timings.submitted(100.0)
+    timings.submitted(104.0)  # again, of another node
+    timings.node_wait_s, timings.handover_s = 2.0, 0.5
+    for now, count in ((110.0, 1), (111.0, 2), (115.0, 2)):
+        assert timings.tokens(count) == now
+    now = 116.0
+    account = timings.account(0.0, FinishReason.STOP, 5, None, 1)
+    assert [seconds for _, seconds in parts_of(account)] == [1.0, 2.0, 2.0, 8.0, 0.5, 5.5]
+    assert account.longest_gap_s == 4.0
+    assert account.total_s == 116.0 - 97.0

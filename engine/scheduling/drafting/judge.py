@@ -89,7 +89,7 @@ class DraftJudge:
         limits = {}
         for request in requests:
             room = request.length_limit - request.num_tokens - 1
-            if room > 0 and request.facts.pooling is None and request.num_computed_tokens >= request.num_tokens:
+            if request.num_computed_tokens >= request.num_tokens:
                 limit = min(self._limit(request), room)
                 if limit > 0:
                     limits[request.request_id] = limit

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int32
+from ctypes import byref, c_int32, pointer
 
 import pytest
 import torch
 
 from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import LayerUpdate
-from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
+from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces, described
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
 from tandem.engine.model.pieces import Activation, Matrix, Piece, activate
 from tandem.kernels import library
@@ -210,6 +210,27 @@ def test_rows_of_a_larger_tensor_are_read_where_they_lie() -> None:
     close(out[:, 16:64], added_by(slots, updates, wide[:, 8:40], 48))
     assert not out[:, :16].any()
     assert not out[:, 64:].any()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), probes.available())
+@pytest.mark.parametrize(("begin", "end"), [(0, 48), (16, 48), (7, 48), (5, 37), (40, 41)])
+def test_rows_get_only_those_columns_of_an_update_that_they_ask_for(
+    dtype: torch.dtype, unit: str, begin: int, end: int
+) -> None:
+    kernels = pieces_of(dtype, unit)
+    updates = some_updates(2, 5, 32, 48, dtype)
+    layer = a_layer(kernels, 32, 48, updates, 5)
+    assert layer.down is not None
+    assert layer.up is not None
+    generator = torch.Generator().manual_seed(9)
+    x, slots = torch.randn(5, 32, generator=generator).to(dtype), torch.tensor([0, 1, -1, 1, 0])
+    before = torch.randn(5, end - begin, generator=generator).to(dtype)
+    out = before.clone()
+    update = library.RowUpdate(layer.down.data_ptr(), layer.up.data_ptr(), 32, layer.up.shape[1], begin, end, 0)
+    asked = library.RowUpdates(pointer(update), slots.data_ptr(), 1, 2, 5)
+    rows = (byref(described(x)), byref(described(out)))
+    assert kernels.native.tandem_update_rows(kernels.handle, byref(asked), *rows) == 0, library.last_error()
+    close(out, before.double() + added_by(slots, updates, x, 48)[:, begin:end])
 
 
 def test_a_slot_that_is_not_there_is_refused() -> None:

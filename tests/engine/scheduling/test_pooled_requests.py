@@ -91,6 +91,20 @@ def test_only_the_last_tokens_vector_begins_with_a_cached_prefix(pooling: Poolin
     assert vectors.last("again").cached_tokens == 8
 
 
+def test_it_says_nothing_about_how_long_answers_get() -> None:
+    def wanted_after(pooling: Pooling | None) -> int:
+        driver = Driver()
+        vectors = Vectors(driver)
+        if pooling is not None:
+            driver.add("vector", prompt=10, pooling=pooling)
+            vectors.run()
+        driver.add("text", prompt=6, max_tokens=300)
+        driver.step()
+        return driver.scheduler.stats().wanted_blocks
+
+    assert wanted_after(MEAN) == wanted_after(None)
+
+
 def test_planned_ahead_it_gets_no_step_beyond_its_last() -> None:
     driver = Driver()
     vectors = Vectors(driver)

@@ -123,6 +123,29 @@ def test_steps_are_counted_by_their_tokens():
     assert stats.tokens_scheduled == 16 + 8 + 2
 
 
+def test_the_blocks_that_answers_will_want_are_guessed_from_those_that_have_ended():
+    driver = Driver()
+
+    def tokens_expected(name: str) -> int:
+        """Of an answer that has one."""
+        driver.add(name, prompt=8, max_tokens=300)
+        driver.step()
+        stats = driver.scheduler.stats()
+        driver.abort(name)
+        return (stats.wanted_blocks + stats.total_blocks - stats.free_blocks) * BLOCK - 8
+
+    assumed = tokens_expected("a")
+    assert tokens_expected("b") == assumed, "one that was aborted says nothing"
+    for name, num_tokens, expected in (("c", 100, 100), ("d", 60, 96), ("e", 4, 88)):
+        driver.add(name, prompt=8, max_tokens=num_tokens)
+        driver.run()
+        assert tokens_expected(f"after {name}") == expected
+    for number in range(40):
+        driver.add(f"short {number}", prompt=8, max_tokens=1)
+        driver.run()
+    assert tokens_expected("f") == 36, "it is expected to go on for a while"
+
+
 def test_what_was_looked_for_is_counted_beside_what_was_found():
     connector = FakeConnector()
     driver = Driver(connector=connector)
@@ -219,7 +242,11 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "drafts of one that does not run": lambda d: d.scheduler.requests["waits"].spec_token_ids.append(1),
     "a held request that has not ended": lambda d: setattr(state(d).held["held"], "status", RequestStatus.RUNNING),
     "blocks of a request that has ended": lambda d: state(d).held.clear(),
-    "computed tokens without blocks": lambda d: setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
+    "computed tokens without blocks": lambda d: (
+        setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
+        setattr(state(d).waiting._waiting, "num_tokens", state(d).waiting._waiting.num_tokens - 4),
+    ),
+    "a token that no step computes": lambda d: setattr(running(d), "num_output_placeholders", 1),
     "a line that miscounts its tokens": lambda d: setattr(state(d).waiting._waiting, "num_tokens", 1),
     "more at once than may run": lambda d: setattr(state(d), "config", type(state(d).config)(max_num_seqs=1)),
 }

@@ -4,13 +4,17 @@ a request that could not run otherwise."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.base.errors import InternalError
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.pins.pins import Pin, Pins
 from tandem.engine.scheduling.pins.tools import ToolTimes
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.node.step_trace.records import StepTrace
@@ -38,9 +42,13 @@ class Agents(Driver):
         return self.turn(request_id, [*of.all_token_ids, *unique_tokens(request_id, 5)], **fields)
 
     @property
+    def pins(self) -> Pins:
+        assert isinstance(self.scheduler.state.pins, Pins)
+        return self.scheduler.state.pins
+
+    @property
     def pinned(self) -> list[str]:
-        assert self.scheduler.state.pins is not None
-        return list(self.scheduler.state.pins.by_job)  # type: ignore[attr-defined]
+        return list(self.pins.by_job)
 
     def at(self, seconds: float) -> None:
         self.now = seconds
@@ -48,8 +56,7 @@ class Agents(Driver):
 
     def step_and_look_at_pins(self) -> None:
         self.step()
-        assert self.scheduler.state.pins is not None
-        for pin in self.scheduler.state.pins.by_job.values():  # type: ignore[attr-defined]
+        for pin in self.pins.by_job.values():
             assert self.now < pin.until <= self.now + LIMIT_S
 
     @property
@@ -225,6 +232,21 @@ def test_a_word_about_a_turn_that_is_not_the_last_changes_nothing():
     assert driver.pinned == ["a"]
 
 
+@pytest.mark.parametrize(("job_id", "request_id"), [("unknown", "x"), ("a", "a0"), ("a", "a1")])
+def test_a_word_that_ends_no_pin_gives_the_scheduler_no_work(job_id: str, request_id: str):
+    connector = FakeConnector()
+    connector.keeps.add("h1")
+    driver = Agents(connector=connector, num_blocks=8)
+    driver.turn("a1")
+    driver.at(LIMIT_S)  # its pin has ended
+    driver.turn("h1")
+    driver.add("b1", 16)
+    driver.step()
+    assert not driver.scheduler.has_work(), "the request waits for blocks that the connector holds"
+    driver.scheduler.turn_ended(job_id, request_id, ["grep"])
+    assert not driver.scheduler.has_work()
+
+
 def test_a_word_that_comes_after_the_next_turn_changes_nothing():
     driver = Agents()
     first = driver.turn("a1")
@@ -234,9 +256,21 @@ def test_a_word_that_comes_after_the_next_turn_changes_nothing():
     driver.scheduler.turn_ended("a", "a1", ["grep"])
     assert driver.scheduler.seconds_until_sweep() == LIMIT_S
     driver.run()
-    assert driver.scheduler.state.pins is not None
-    assert driver.scheduler.state.pins.times.expected(["grep"]) is None  # type: ignore[attr-defined]
-    assert driver.scheduler.state.pins.times.expected(None) is None  # type: ignore[attr-defined]
+    assert driver.pins.times.expected(["grep"]) is None
+    assert driver.pins.times.expected(None) is None
+
+
+@pytest.mark.parametrize(("is_sent_away", "took"), [(False, 1.5), (True, 1.0)])
+def test_a_tools_time_counts_from_the_answers_end(is_sent_away: bool, took: float):
+    """A decode node writes the answer to a prompt that was sent away, so only the router's word says when that ended."""
+    connector = FakeConnector()
+    driver = Agents(connector=connector)
+    turn = driver.turn("a1", 16, transfer=produce() if is_sent_away else None)
+    driver.now = 0.5
+    driver.scheduler.turn_ended("a", "a1", ["grep"])
+    driver.now = 1.5
+    driver.add("a2", [*turn.all_token_ids, 1], job_id="a")
+    assert driver.pins.times.expected(["grep"]) == took
 
 
 def test_a_pin_that_runs_out_teaches_that_the_tool_is_slow():
@@ -317,6 +351,26 @@ def test_a_prefill_node_pins_when_the_prompt_is_sent_and_for_as_long_as_the_answ
 
 
 # --- the end
+
+
+PINNED_WRONGLY: dict[str, Callable[[Agents, Pin], object]] = {
+    "a turn of another job": lambda driver, pin: driver.pins.by_job.__setitem__("b", driver.pins.by_job.pop("a")),
+    "a turn that has not ended": lambda driver, pin: setattr(pin.request, "status", RequestStatus.PREEMPTED),
+    "a job's last turn": lambda driver, pin: setattr(
+        pin.request, "facts", msgspec.structs.replace(pin.request.facts, is_last_step=True)
+    ),
+    "a turn that a connector holds": lambda driver, pin: driver.scheduler.state.held.__setitem__("a1", pin.request),
+}
+
+
+@pytest.mark.parametrize("what", PINNED_WRONGLY)
+def test_the_audit_notices_what_should_not_be_pinned(what: str):
+    driver = Agents()
+    driver.turn("a1")
+    driver.scheduler.check_integrity()
+    PINNED_WRONGLY[what](driver, driver.pins.by_job["a"])
+    with pytest.raises(InternalError, match="is pinned"):
+        driver.scheduler.check_integrity()
 
 
 def test_a_reset_of_the_cache_ends_pins():
