@@ -432,7 +432,7 @@ class RequestLife:
     def _waited_for_none(self) -> TandemError:
         if not isinstance(self._last_failure, NodeLost):
             return self._last_failure or Unavailable("no node is ready")
-        waited = f"no other node was ready within {self._timeouts.failover_wait:g} s (router.timeouts.failover_wait)"
+        waited = f"no other node was ready within {self._timeouts.failover_wait:g} s"
         return NodeLost(f"{self._last_failure}, and {waited}")
 
     def _working(self, attempt: Attempt) -> list[NodeInfo]:
