@@ -215,13 +215,17 @@ def _range(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high) if (
             low is not None and high is not None
         ):
-            return f"be from {low:g} to {high:.15g}"
+            return f"be from {_written(low)} to {_written(high)}"
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             limits = {"above": kind.gt, "at least": kind.ge, "below": kind.lt, "at most": kind.le}
-            said = [f"{word} {limit:.15g}" for word, limit in limits.items() if limit is not None]
+            said = [f"{word} {_written(limit)}" for word, limit in limits.items() if limit is not None]
             return f"be {' and '.join(said)}" if said else ""
         case _:
             return ""
+
+
+def _written(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:.15g}"
 
 
 def _words(kind: msgspec.inspect.Type) -> str:

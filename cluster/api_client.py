@@ -125,6 +125,14 @@ class ApiClient:
                 f"{self.url} has a certificate that this machine does not trust ({error}): name the address that it was made for with "
                 "--url, or its authority's file in SSL_CERT_FILE"
             )
+        if isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http://"):
+            return Unavailable(
+                f"{self.url} ended the connection ({error}): if it serves with TLS, its address begins with https://"
+            )
+        if "[SSL" in str(error):
+            return Unavailable(
+                f"{self.url} does not answer with TLS ({error}): if it serves without, its address begins with http://"
+            )
         return Unavailable(
             f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another router with --url"
         )

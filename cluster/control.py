@@ -79,6 +79,14 @@ class Expectation(msgspec.Struct, frozen=True):
     said: str = ""  # either in one line
 
 
+class CoresView(msgspec.Struct, frozen=True):
+    """The cores of each role's nodes, as the machines would place them: now, and with other sizes. A role that is missing has cores, or
+    devices, of its own."""
+
+    now: dict[Role, list[frozenset[str]]]
+    then: dict[Role, list[frozenset[str]]]
+
+
 def not_foretold(why: str) -> Expectation:
     return Expectation(not_foretold=why, said=f"what it will bring is not foretold: {why}")
 

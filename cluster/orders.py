@@ -14,7 +14,7 @@ from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.settings import LONGEST_S, without_defaults
 from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
-from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView, Expectation
+from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView, CoresView, Expectation
 from tandem.wire.nodes import Role
 
 # For orders that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
@@ -39,6 +39,7 @@ class Control(Protocol):
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]: ...
     async def foretell(self, wanted: dict[Role, int]) -> Expectation: ...
+    async def cores(self, wanted: dict[Role, int]) -> CoresView: ...
     async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]: ...
     async def change_role(self, node_id: str, role: Role) -> None: ...
@@ -143,6 +144,17 @@ class ForetellOrder(Order[Expectation], frozen=True):
 
     async def do(self, control: Control) -> Expectation:
         return await control.foretell(self.pools)
+
+
+class CoresOrder(Order[CoresView], frozen=True):
+    """Says which cores nodes share, and would share with these sizes of the pools: what `tandem what-if` cannot know of machines. Changes
+    nothing."""
+
+    action = "cores"
+    pools: dict[Role, NodeCount]
+
+    async def do(self, control: Control) -> CoresView:
+        return await control.cores(self.pools)
 
 
 class DrainOrder(Order[bool], frozen=True):
@@ -289,7 +301,7 @@ class LogsOrder(LogsQuery, Order[ClusterLogs], frozen=True):
 ORDERS: dict[str, type[Order[Any]]] = {
     order.action: order
     for order in (
-        ViewOrder, TimeoutsOrder, ConfigurationOrder, ScaleOrder, ForetellOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
+        ViewOrder, TimeoutsOrder, ConfigurationOrder, ScaleOrder, ForetellOrder, CoresOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
         AdaptersOrder, ApplyOrder, GoBackOrder, LogsOrder,
     )
 }  # fmt: skip

@@ -33,6 +33,7 @@ LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
 
 _EMPTY_LINES = re.compile(rb"(?:\r\n)*")
+_TLS_RECORD = b"\x16\x03"
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
@@ -200,6 +201,8 @@ class HttpConnection(asyncio.Protocol):
         """Begins the next request. Returns False when its head is not complete or was refused."""
         if (empty := _EMPTY_LINES.match(self._buffer)) is not None:
             del self._buffer[: empty.end()]
+        if self._buffer.startswith(_TLS_RECORD):  # whose client would wait for the end of a header that never comes
+            raise FramingError("it begins as TLS does, and this port has none: its address begins with http://")
         found = END_OF_HEAD.search(self._buffer, max(0, self._searched - 3))
         limit = self.server.limits.header_bytes
         if (found.end() if found is not None else len(self._buffer)) > limit:

@@ -55,6 +55,8 @@ def change_of(
     other = there = there or sizes_of(state)
     for role, size in wanted.items():
         other = other.with_size(role, size)
+    if not other.decode and not other.aggregated:
+        raise ConfigurationError("no node would be left to decode: keep at least 1 decode or aggregated node")
     whole = (one for one in state.latest if one.is_whole and one.began_at >= state.nodes_since)
     accounts = sorted(whole, key=lambda account: account.began_at)
     if len(accounts) < FEWEST_REQUESTS:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.commands.address import RAY_ADDRESS, WhichCluster
+from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.setting_options import add_settings, read_settings
+from tandem.cluster.control import CoresView
 from tandem.cluster.describe import format_seconds, parse_sizes
+from tandem.cluster.orders import CoresOrder
 from tandem.router.page_state import PageState
 from tandem.simulator.change import INSIDE, change_of
 from tandem.simulator.learnt import learnt_costs
@@ -40,10 +46,22 @@ def run(options: argparse.Namespace) -> int:
     with closing(ApiClient(url, key_from_environment())) as client:
         state = client.read("/ui/state", PageState)
     costs = given_costs(options) or learnt_costs(url).costs
+    cores = _cores(options.url, wanted)
     with progress(console, "simulating") as on_progress:
-        change = change_of(state, wanted, config, costs, on_progress)
+        change = change_of(state, wanted, config, costs, on_progress, cores=(cores.now, cores.then))
     print_found(options, change, lambda: _show(console, change))
     return 0
+
+
+def _cores(url: str | None, wanted: Mapping[Role, int]) -> CoresView:
+    """The cores of the nodes, now and then, as the controller knows the machines."""
+    try:
+        return with_controller(
+            WhichCluster(os.environ.get(RAY_ADDRESS)), lambda cluster: cluster.ask(CoresOrder(dict(wanted))), url
+        )
+    except TandemError as error:
+        print(f"note: which cores nodes share is not known, so each is simulated on its own: {error}", file=sys.stderr)
+        return CoresView({}, {})
 
 
 def _sizes(given: Sequence[str]) -> Mapping[Role, int]:

@@ -141,8 +141,22 @@ async def chat_grammar(
         async with _checking.turn(owner.tenant):
             grammar = await asyncio.to_thread(make)
     if grammar is not None:
-        await check_grammar(grammar, "tools", owner)
+        try:
+            await check_grammar(grammar, "tools", owner)
+        except InvalidRequest:
+            await _check_each(request, asked, owner)
+            raise
     return grammar
+
+
+async def _check_each(request: ChatRequest, asked: CallsAsked, owner: CacheOwner) -> None:
+    """Raises InvalidRequest, naming the function, if the parameters of one alone cannot be compiled."""
+    offered = {tool.name: tool for tool in asked.tools}
+    for index, tool in enumerate(request.tools or ()):
+        one = offered.get(tool.function.name)
+        if one is not None:
+            schema = json_schema(one.parameters, lenient=not one.strict)
+            await check_grammar(f"start: %json {schema}", f"tools[{index}].function.parameters", owner)
 
 
 def _calls_asked(request: ChatRequest, tools: Sequence[Tool], *, any_answer: bool) -> CallsAsked:

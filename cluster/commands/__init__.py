@@ -1,7 +1,7 @@
 """The commands that operators type, and their output.
 
-serve         with preflight and model_checks (checks before the start), progress (what is shown during it), ready_lines (what is shown
-              after it) and following (how it follows the cluster until the end)
+serve         with preflight, model_checks and model_files (checks before the start), progress (what is shown during it), ready_lines
+              (what is shown after it) and following (how it follows the cluster until the end)
 parser        the table of commands, and their parsers; its rows, with each command's options: serving, changing, looking; completion:
               of a shell's words; options, setting_options: those that several commands have; the flags that set settings
 operate       scale, drain, role, pause, down; address: which cluster they mean;

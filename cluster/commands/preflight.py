@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from tandem.api.text.chat_template import template_source
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.model_checks import check_context, check_hub, check_type
+from tandem.cluster.commands.model_files import check_files
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size
 from tandem.cluster.models.adapters import adapter_place
@@ -170,11 +171,15 @@ def _check_events(config: TandemConfig) -> None:
 
 
 def check_model_here(name: str, revision: str = "") -> Model | None:
-    """Returns the model if it is on this machine; None if it must be fetched."""
+    """Returns the model if it is on this machine, whole; None if it must be fetched."""
     check_name(name, revision)
     found = find_model(name)
-    if found is not None and not weight_files(found.path):
-        raise ConfigurationError(f"model.path {name!r} has no weights: there is no .safetensors file in that folder")
+    if found is not None:
+        if not weight_files(found.path):
+            raise ConfigurationError(
+                f"model.path {name!r} has no weights: there is no .safetensors file in that folder"
+            )
+        check_files(found.path)
     return found
 
 

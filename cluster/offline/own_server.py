@@ -64,7 +64,9 @@ class OwnServer:
     def _last_lines(self) -> str:
         self._said.seek(0)
         lines = self._said.read().decode("utf-8", "replace").strip().splitlines()
-        return "\n".join(lines[-15:])
+        # A flag that is refused comes after all those that there are.
+        at = max((index for index, line in enumerate(lines) if ": error: " in line), default=-15)
+        return "\n".join(lines[at:])
 
     @property
     def runs(self) -> bool:

@@ -19,7 +19,7 @@ from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalErr
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterView, Expectation
+from tandem.cluster.control import AppliedChange, ClusterView, CoresView, Expectation
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
@@ -242,6 +242,12 @@ class Controller:
         if self._joints.foresight is None:
             raise ConfigurationError("this installation foretells nothing")
         return await self._joints.foresight.foretell(wanted)
+
+    async def cores(self, wanted: dict[Role, int]) -> CoresView:
+        await self.pools.has_read.wait()
+        if self._joints.foresight is None:
+            raise ConfigurationError("this installation foretells nothing")
+        return self._joints.foresight.cores(wanted)
 
     def _foretell_change(self, new: ClusterState, *, by_load: bool = False) -> None:
         if self._joints.foresight is not None:

@@ -13,7 +13,7 @@ from tandem.base.wings import find_wings
 if TYPE_CHECKING:
     from tandem.base.tasks import Tasks
     from tandem.cluster.config import TandemConfig
-    from tandem.cluster.control import Expectation, ForesightView
+    from tandem.cluster.control import CoresView, Expectation, ForesightView
     from tandem.cluster.pools.reconciler import Reconciler
     from tandem.cluster.pools.state import ClusterState
     from tandem.cluster.tasks import Clock
@@ -45,6 +45,8 @@ class Foresight(Protocol):
 
     async def foretell(self, wanted: Mapping[Role, int]) -> Expectation:
         """Takes seconds."""
+
+    def cores(self, wanted: Mapping[Role, int]) -> CoresView: ...
 
     def changes(self, new: ClusterState, *, by_load: bool) -> None:
         """The cluster is about to become this, which may have other sizes. What that brings is foretold beside it, unless it was just now,

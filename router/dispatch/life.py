@@ -424,10 +424,16 @@ class RequestLife:
                 self._arm()
         elif name == "failover_wait":
             self._metrics.deadlines.inc(name)
-            self.fail(self._last_failure or Unavailable("no node is ready"))
+            self.fail(self._waited_for_none())
         else:
             self._metrics.deadlines.inc(name)
             self.fail(DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows"))
+
+    def _waited_for_none(self) -> TandemError:
+        if not isinstance(self._last_failure, NodeLost):
+            return self._last_failure or Unavailable("no node is ready")
+        waited = f"no other node was ready within {self._timeouts.failover_wait:g} s"
+        return NodeLost(f"{self._last_failure}, and {waited}")
 
     def _working(self, attempt: Attempt) -> list[NodeInfo]:
         """The nodes of the attempt that still have something to do for it."""

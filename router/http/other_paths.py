@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tandem.router.http.services import Services
 _BATCHES = (
     "POST /v1/files and /v1/batches have a file of requests answered, unless this server was installed without batches"
 )
+_NEAR = 0.9  # alike, where 1 is the same
 _TEXT_ONLY = "this server reads text and images, and answers in text"
 _PROFILE = "`x-tandem-trace: 1` traces a request, and GET /traces/{id} shows where its time went"
 _PAUSE = "an operator's POST /admin/pause and /admin/resume hold back new requests"
@@ -56,7 +58,8 @@ def instead_of(path: str, known: Collection[str]) -> str | None:
     for theirs, sentence in INSTEAD.items():
         if path == theirs or path.startswith(f"{theirs}/"):
             return sentence
-    return None
+    near = difflib.get_close_matches(path, known, n=1, cutoff=_NEAR)
+    return f"did you mean {near[0]}?" if near else None
 
 
 async def home(services: Services, exchange: HttpExchange) -> None:

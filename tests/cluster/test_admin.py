@@ -16,7 +16,7 @@ from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import HttpControl, change_role_of, drain_nodes, with_controller
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
+from tandem.cluster.control import AppliedChange, ClusterView, CoresView, PoolView, SupervisedNode
 from tandem.cluster.orders import (
     ORDERS,
     AdaptersOrder,
@@ -60,6 +60,10 @@ class FakeCluster(DirectCluster):
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         self._note("scale", wanted)
         return ["decode: from 1 to 2"]
+
+    async def cores(self, wanted: dict[Role, int]) -> CoresView:
+        self._note("cores", wanted)
+        return CoresView({}, {Role.DECODE: [frozenset({"here 0"})] * 2})
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         self._note("drain", node_id, timeout_s)
@@ -114,6 +118,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "view")["pools"][0]["wanted"] == 2
     assert acted(cluster, "timeouts")["start_s"] == 7.0
     assert acted(cluster, "scale", {"pools": {"decode": 2}}) == {"changes": ["decode: from 1 to 2"]}
+    assert acted(cluster, "cores", {"pools": {"decode": 2}})["then"] == {"decode": [["here 0"]] * 2}
     assert acted(cluster, "drain", {"node": "decode-0"}) == {"finished": False}
     assert acted(cluster, "evacuate", {"machine": "10.0.0.2", "timeout_s": 9}) == {"finished": {"decode-0": True}}
     assert acted(cluster, "role", {"node": "decode-0", "role": "prefill"}) == {"node": "decode-0", "role": "prefill"}
@@ -130,6 +135,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert told["silent"] == {"decode-1": "it does not run"}
     assert cluster.asked == [
         ("scale", {Role.DECODE: 2}),
+        ("cores", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
         ("evacuate", "10.0.0.2", 9.0),
         ("role", "decode-0", Role.PREFILL),
@@ -170,7 +176,7 @@ def test_what_the_cluster_refuses_is_a_mistake_too_and_its_absence_is_not(cluste
     cluster.error = Unavailable("it is away")
     with pytest.raises(Unavailable):
         acted(cluster, "scale", {"pools": {"decode": 2}})
-    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, foretell, drain"):
+    with pytest.raises(UnknownAction, match="one of view, timeouts, configuration, scale, foretell, cores, drain"):
         acted(cluster, "down")
 
 

@@ -94,6 +94,17 @@ class TestTools:
         assert follows('<tool_call>\n{"name": "open", "arguments": {"day": "tue"}}\n</tool_call>')
         assert not follows('<tool_call>\n{"name": "open", "arguments": {"day": "sun"}}\n</tool_call>')
 
+    def test_of_many_functions_the_wrong_one_is_named(self, router: RunningRouter) -> None:
+        kinds = ("string", "objekt", "number")
+        schemas = [{"type": "object", "properties": {"a": {"type": kind}}} for kind in kinds]
+        functions = [{"name": f"f{kind}", "parameters": schema} for kind, schema in zip(kinds, schemas, strict=True)]
+        tools = [{"type": "function", "function": function} for function in functions]
+        refused = router.chat(tools=tools, tool_choice="required", max_tokens=3)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+        assert "objekt" in refused.json()["error"]["message"]
+        wanted = {"type": "function", "function": {"name": "fnumber"}}
+        assert router.chat(tools=tools, tool_choice=wanted, max_tokens=3).status_code == 200
+
     @pytest.mark.parametrize("strict", [True, False])
     def test_only_a_strict_function_is_refused_for_what_cannot_be_enforced(
         self, router: RunningRouter, strict: bool
@@ -103,7 +114,7 @@ class TestTools:
         answer = router.chat(tools=[tool], tool_choice="required", max_tokens=3)
         assert answer.status_code == (400 if strict else 200)
         if strict:
-            assert answer.json()["error"]["param"] == "tools"
+            assert answer.json()["error"]["param"] == "tools[0].function.parameters"
             assert "uniqueItems" in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize(

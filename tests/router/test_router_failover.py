@@ -298,6 +298,7 @@ def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> Non
         router.remove("d0").kill()
         bodies = events.rest()
     assert bodies[-1]["error"]["code"] == "node_lost"
+    assert "no other node was ready within 0.2 s" in bodies[-1]["error"]["message"]
 
 
 def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> None:

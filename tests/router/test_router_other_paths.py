@@ -27,6 +27,8 @@ def test_where_there_is_nothing_the_answer_says_what_there_is(router: RunningRou
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/completions/", "did you mean /v1/completions?"),
         ("//v1/completions", "did you mean /v1/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/embedding", "did you mean /v1/embeddings?"),
         ("/models", "did you mean /v1/models?"),
         ("/generate", "/v1/completions"),
         ("/pooling", "/v1/embeddings"),

@@ -218,6 +218,7 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
         ("/v1/completions", {"stop": ["x"] * 17}, "stop: must have at most 16 items, not 17"),
         ("/v1/completions", {"stop": ""}, "stop: must not be empty"),
         ("/v1/completions", {"temperature": 3}, "temperature: must be from 0 to 2, not 3"),
+        ("/v1/completions", {"seed": 2**63}, f"seed: must be from {-(2**63)} to {2**63 - 1}, not {2**63}"),
         ("/v1/completions", {"top_p": 0}, "top_p: must be above 0 and at most 1, not 0"),
         ("/v1/completions", {"echo": "yes"}, "echo: must be true or false, not 'yes'"),
         ("/v1/completions", {"logit_bias": []}, "logit_bias: must be a mapping, not a list"),

@@ -259,6 +259,17 @@ def test_the_settings_make_a_router_that_the_commands_reach_over_tls(
         assert (status, "its authority's file in SSL_CERT_FILE" in told) == (1, True), told
 
 
+def test_a_command_that_takes_the_other_scheme_is_told(
+    start_router: StartRouter, used: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(used.certificate))
+    secret = start_router(tls_certificate=str(used.certificate), tls_key=str(used.key))
+    assert main(["status", "--url", secret.url.replace("https://", "http://")]) == 1
+    assert "if it serves with TLS, its address begins with https://" in capsys.readouterr().err
+    assert main(["status", "--url", start_router().url.replace("http://", "https://")]) == 1
+    assert "if it serves without, its address begins with http://" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("given", "missing"), [("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")])
 def test_one_of_the_two_is_not_enough(given: str, missing: str) -> None:
     with pytest.raises(ConfigurationError, match=f"router.{missing} must be set, because router.{given} is"):

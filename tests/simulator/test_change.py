@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, RequestError
 from tandem.cluster.cli import main
+from tandem.cluster.control import CoresView
 from tandem.loadgen.traces import TraceRow
 from tandem.router.recent import RequestAccount
 from tandem.simulator.change import change_of
@@ -101,6 +102,11 @@ def test_what_began_before_the_nodes_changed_tells_nothing_of_them() -> None:
         change(accounts_of()[:5])
 
 
+def test_a_cluster_that_could_write_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no node would be left to decode"):
+        change_of(state(accounts_of(), "prefill", "decode"), {Role.DECODE: 0}, SETUP.config, {})
+
+
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A router that remembers these requests, and a file of its nodes' costs."""
@@ -117,6 +123,7 @@ def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def close(self) -> None: ...
 
     monkeypatch.setattr("tandem.simulator.change_command.ApiClient", Client)
+    monkeypatch.setattr("tandem.simulator.change_command.with_controller", lambda *_: CoresView({}, {}))
     (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
 
 
@@ -132,6 +139,31 @@ def test_the_command_says_what_a_change_does(router: None, capsys: pytest.Captur
     both = ["--prefill-costs", "node.json", "--decode-costs", "node.json"]
     assert main([*COMMAND, *both, "prefill=2", "decode=2", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["then"] == "2 prefill, 2 decode"
+
+
+def test_the_command_knows_which_nodes_share_cores(
+    router: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def then(prefill: Sequence[str]) -> float:
+        cores = {Role.PREFILL: [*map(frozenset, prefill)], Role.DECODE: [frozenset("1")]}
+        monkeypatch.setattr("tandem.simulator.change_command.with_controller", lambda *_: CoresView({}, cores))
+        assert main([*COMMAND, "prefill=2", "-o", "json"]) == 0
+        expected: float = json.loads(capsys.readouterr().out)["expected"][1]["then"]
+        return expected
+
+    assert then("02") < 0.9 * then("00")
+
+
+def test_without_a_key_the_command_says_that_it_knows_no_cores(
+    router: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> CoresView:
+        raise RequestError("/admin needs an operator's key")
+
+    monkeypatch.setattr("tandem.simulator.change_command.with_controller", refused)
+    assert main([*COMMAND, "prefill=2"]) == 0
+    said = "which cores nodes share is not known, so each is simulated on its own: /admin needs an operator's key"
+    assert said in capsys.readouterr().err
 
 
 def test_costs_of_one_role_need_those_of_the_others(router: None, capsys: pytest.CaptureFixture[str]) -> None:

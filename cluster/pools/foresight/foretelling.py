@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.own_thread import in_own_thread
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import Expectation, not_foretold
+from tandem.cluster.control import CoresView, Expectation, not_foretold
 from tandem.cluster.describe import format_seconds
 from tandem.cluster.orders import FORETELL_S
 from tandem.cluster.pools.facts import Facts
@@ -21,7 +21,7 @@ from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.wings import Joints
-from tandem.cluster.wings import NodeCores, foresight
+from tandem.cluster.wings import foresight
 from tandem.wire.forecasts import ExpectedFigure, Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
@@ -68,8 +68,10 @@ class Foreteller:
         while (earlier := self._simulates) is not None and not earlier.done():
             with contextlib.suppress(Exception):  # it was said to who asked
                 await asyncio.wrap_future(earlier)
-        cores = cores_of(config, before, facts, there), cores_of(config, before, facts, {**there, **wanted})
-        self._simulates = in_own_thread("foretell", lambda: wing.foretell(told, there, wanted, config, cores))
+        cores = cores_now_and_then(config, before, facts, wanted)
+        self._simulates = in_own_thread(
+            "foretell", lambda: wing.foretell(told, there, wanted, config, (cores.now, cores.then))
+        )
         return await asyncio.wrap_future(self._simulates)
 
 
@@ -87,8 +89,17 @@ def _said(one: ExpectedFigure) -> str:
     return f"{one.what} {measured} → {then} ({low} to {high})"
 
 
+def cores_now_and_then(
+    config: TandemConfig, state: ClusterState, facts: Facts, wanted: Mapping[Role, int]
+) -> CoresView:
+    there = sizes_in(state)
+    return CoresView(cores_of(config, state, facts, there), cores_of(config, state, facts, {**there, **wanted}))
+
+
 # On a machine with fewer cores than nodes a node more brings nothing where the others use theirs all the time.
-def cores_of(config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int]) -> NodeCores:
+def cores_of(
+    config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int]
+) -> dict[Role, list[frozenset[str]]]:
     """The cores of the nodes that there would be: those that are there first, then as new ones would be placed. {} if one computes on a
     device, or has no machine with room."""
     nodes = [record for record in state.nodes if record.role not in ENGINE_ROLES]

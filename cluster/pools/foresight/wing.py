@@ -16,8 +16,8 @@ from functools import partial
 import msgspec
 
 from tandem.base.errors import TandemError
-from tandem.cluster.control import Expectation, ForesightView
-from tandem.cluster.pools.foresight.foretelling import Foreteller
+from tandem.cluster.control import CoresView, Expectation, ForesightView
+from tandem.cluster.pools.foresight.foretelling import Foreteller, cores_now_and_then
 from tandem.cluster.pools.foresight.grading import grade, not_graded, said_of, score_of
 from tandem.cluster.pools.foresight.watching import sizes_in, why_another, why_not_serving, words
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
@@ -106,6 +106,9 @@ class ForecastGrader:
         if expected.forecast is not None:
             self._told_last = expected.forecast, self._clock.now()
         return expected
+
+    def cores(self, wanted: Mapping[Role, int]) -> CoresView:
+        return cores_now_and_then(self._pools.config, self._pools.state, self._pools.facts(), wanted)
 
     def changes(self, new: ClusterState, *, by_load: bool) -> None:
         before = self._pools.state

@@ -53,8 +53,15 @@ def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
 
 
 def make_model(folder: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).touch()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(safetensors(0))
+
+
+def safetensors(size: int) -> bytes:
+    """A file with one tensor of this size."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
 def config_of(folder: Path, **settings: Any) -> TandemConfig:
@@ -82,6 +89,51 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     assert "has no weights: there is no .safetensors file" in said
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
+INDEX = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", safetensors(4000)[:2000], "is cut off: it has 2.0 KiB of 4.0 KiB"),
+        ("model.safetensors", safetensors(4000)[:20], "is cut off"),
+        ("model.safetensors", b"", "is cut off"),
+        ("model.safetensors", POINTER, "is a pointer of Git LFS, and not the file: run `git lfs pull`"),
+        ("tokenizer.json", POINTER, "is a pointer of Git LFS"),
+        ("model.safetensors", b"<html>Not Found</html>", "is no safetensors file"),
+        (
+            "model.safetensors.index.json",
+            json.dumps(INDEX).encode(),
+            "has 1 of 2 weight files; model-00002-of-00002.saf",
+        ),
+        ("config.json", b'{"model_type": ', "config.json cannot be read"),
+        ("config.json", b"[]", "config.json must hold a JSON object"),
+        ("tokenizer.json", None, "has no tokenizer"),
+    ],
+)
+def test_half_a_download_is_said_before_anything_starts(
+    file: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path)
+    assert mistakes(config_of(tmp_path)) == []
+    (tmp_path / file).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    (told,) = mistakes(config_of(tmp_path))
+    assert said in told
+    assert str(tmp_path) in told
+
+
+def test_a_gguf_file_that_is_none_is_said_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name, content in (("whole.gguf", b"GGUF\3\0\0\0"), ("page.gguf", b"<html>"), ("pointer.gguf", POINTER)):
+        (tmp_path / name).write_bytes(content)
+    assert mistakes(config_of(tmp_path / "whole.gguf")) == []
+    assert "is no GGUF file" in mistakes(config_of(tmp_path / "page.gguf"))[0]
+    assert "is a pointer of Git LFS" in mistakes(config_of(tmp_path / "pointer.gguf"))[0]
+
+
 def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon"))
@@ -101,7 +153,7 @@ def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_p
     assert mistakes(config, dataclasses.replace(machine, gpus=1)) == []
     on_cpu = replace(config, model=replace(model, device="cpu"))
     assert "is free on this machine" in mistakes(on_cpu, dataclasses.replace(machine, gpus=1))[0]
-    with (tmp_path / "model.safetensors").open("wb") as file:
+    with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(40 << 30)  # a hole: it takes no space
     weighed = replace(on_cpu, cache=CacheConfig())
     (said,) = mistakes(weighed, dataclasses.replace(machine, free_memory=50 << 30))

@@ -57,6 +57,9 @@ def test_what_is_wrong_is_named(start_router: StartRouter) -> None:
         LLM(url=router.url, max_model_len=100)
     with pytest.raises(ConfigurationError, match=r"the server did not start: .*'/nowhere' is not there"):
         LLM("/nowhere")
+    with pytest.raises(ConfigurationError) as refused:
+        LLM("smollm2", no_such_flag=1)
+    assert str(refused.value).startswith("the server did not start: tandem serve: error: there is no --no-such-flag")
     with LLM(url=router.url) as llm:
         with pytest.raises(RequestError, match="temperature"):
             llm.generate(["a"] * 40, SamplingParams(temperature=-1))

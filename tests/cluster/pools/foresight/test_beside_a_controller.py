@@ -385,7 +385,9 @@ async def test_the_simulator_knows_which_nodes_share_cores(simulator: Simulator)
     async with started(*PD, hosts=FakeHosts(one_machine(2))) as rig:
         rig.launcher.router.recalls = b"what came"
         await rig.controller.foretell({Role.PREFILL: 3, Role.DECODE: 1})
+        told = await rig.controller.cores({Role.PREFILL: 3})
     now, then = simulator.cores
+    assert (told.now, told.then) == (now, then), "`tandem what-if` is told the same"
     assert {*now} == {*then} == {Role.PREFILL, Role.DECODE}
     ((prefill,), (decode,)) = now[Role.PREFILL], now[Role.DECODE]
     assert prefill.isdisjoint(decode)
