@@ -51,7 +51,7 @@ class ModelResults:
             if request_id not in void and (request := requests.get(request_id)) is not None
         ]
         ended = bool(updates)
-        num_tokens = 0
+        num_tokens, is_idle = 0, state.idle_work.fills_step
         for request_id, tokens in output.sampled_token_ids.items():
             request = requests.get(request_id)
             if request is None or request_id in void or not tokens:
@@ -92,7 +92,7 @@ class ModelResults:
         if output.vectors:
             updates += self._ended_by_vectors(output, void)
             ended = True
-        state.totals.output_tokens += num_tokens
+        state.totals.wrote(num_tokens, is_idle=is_idle)
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
             state.idle_work.drop_ended()
@@ -302,7 +302,7 @@ class TransferResults:
             cached_tokens=request.num_cached_tokens,
         )
         request.append_output_token(handoff.first_token)
-        state.totals.output_tokens += 1
+        state.totals.wrote(1, is_idle=request.facts.when_idle)
         status = status_after(request, handoff.first_token)
         if status is None:
             self._let_run(request)

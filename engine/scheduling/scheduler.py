@@ -340,6 +340,8 @@ class Scheduler:
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """Notes how long the model needed for a step. The prompt budget of later steps follows from it."""
+        if self._judge is not None:
+            self._judge.took(step, seconds)
         if self.state.idle_work.fills_step:
             self._took_idle(step, seconds)
             return
@@ -352,16 +354,13 @@ class Scheduler:
                 self.state.connector.step_took(step.num_prompt_tokens, seconds)
         else:
             self.state.totals.decoded(1, seconds)
-        if self._judge is not None:
-            self._judge.took(step, seconds)
 
     def _took_idle(self, step: SchedulerOutput, seconds: float) -> None:
         """A step of idle work changes only its own limits, and none of what users' requests are planned and routed by."""
         work, read = self.state.idle_work, step.num_prompt_tokens
-        written = step.total_num_scheduled_tokens - read
-        self.state.totals.worked_idle(1, seconds, read, written)
+        self.state.totals.worked_idle(1, seconds, read)
         if not step.encoder_inputs:
-            bound, count = (work.prompt_tokens, read) if read else (work.rows, written)
+            bound, count = (work.prompt_tokens, read) if read else (work.rows, step.total_num_scheduled_tokens)
             bound.took(count, seconds, IDLE_STEP * self.state.config.step_target_ms / 1000)
 
     def update_from_output(
@@ -395,10 +394,9 @@ class Scheduler:
     def take_unchanged_steps(self, steps: int, seconds: float) -> None:
         """Plans and books that many unchanged steps at once, which take `seconds` together. In each, every running request gets
         its newest token again."""
-        rows = len(self.state.running)
         take_unchanged_steps(self.state, steps)
         if self.state.idle_work.fills_step:
-            self.state.totals.worked_idle(steps, seconds, 0, steps * rows)
+            self.state.totals.worked_idle(steps, seconds, 0)
         else:
             self.state.totals.decoded(steps, seconds)
 

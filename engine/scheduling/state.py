@@ -51,7 +51,7 @@ class Totals(ResidencyTotals):
     idle_steps: int = 0  # of what runs when nothing else does, such as the lines of batches
     idle_seconds: float = 0.0
     idle_tokens_read: int = 0  # of prompts
-    idle_tokens_written: int = 0
+    idle_tokens_written: int = 0  # of output_tokens
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
     context_read: int = 0  # tokens whose KV each step read for its requests, all together
@@ -80,12 +80,16 @@ class Totals(ResidencyTotals):
         self.decode_steps += steps
         self.decode_seconds += seconds
 
-    def worked_idle(self, steps: int, seconds: float, read: int, written: int) -> None:
-        """Steps of idle work, which read and wrote so many tokens together."""
+    def worked_idle(self, steps: int, seconds: float, read: int) -> None:
+        """Steps of idle work, which read so many tokens together."""
         self.idle_steps += steps
         self.idle_seconds += seconds
         self.idle_tokens_read += read
-        self.idle_tokens_written += written
+
+    def wrote(self, num_tokens: int, *, is_idle: bool) -> None:
+        self.output_tokens += num_tokens
+        if is_idle:
+            self.idle_tokens_written += num_tokens
 
     def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
         self.speculative_steps += 1

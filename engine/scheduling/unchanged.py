@@ -74,7 +74,7 @@ def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
     _count_read(state, begun_at, steps)
     state.totals.steps += steps
     state.totals.step_of(len(running), steps)
-    state.totals.output_tokens += steps * len(running)
+    state.totals.wrote(steps * len(running), is_idle=state.idle_work.fills_step)
     state.settled = False
 
 

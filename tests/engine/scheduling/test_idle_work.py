@@ -38,7 +38,7 @@ def test_what_it_takes_is_counted_apart() -> None:
         driver.scheduler.took(step, 0.5)
         driver.finish(step)
     stats = driver.scheduler.stats()
-    assert (stats.idle_steps, stats.idle_seconds, stats.idle_tokens_read, stats.idle_tokens_written) == (3, 1.5, 6, 1)
+    assert (stats.idle_steps, stats.idle_seconds, stats.idle_tokens_read, stats.idle_tokens_written) == (3, 1.5, 6, 2)
     assert stats.decode_steps == 0, "routers and the autoscaler measure users' steps by these"
     assert stats.idle_blocks == 2
     driver.add("asked", prompt=6, max_tokens=3)
@@ -156,3 +156,40 @@ def test_no_step_is_planned_while_one_of_theirs_runs() -> None:
     step = driver.schedule()
     assert list(step.num_scheduled_tokens) == ["asked"]
     assert driver.scheduler.leave_open(step)
+
+
+def test_their_rejected_drafts_are_no_written_tokens() -> None:
+    """The autoscaler takes what users' requests wrote to be all tokens but these."""
+    driver = Driver(num_speculative_tokens=3)
+    driver.model.propose = lambda request_id, tokens: [-1, -1, -1]
+    driver.add("idle", prompt=6, max_tokens=20, when_idle=True)
+    timed(driver)
+    stats = driver.scheduler.stats()
+    assert stats.speculative_drafted
+    assert stats.idle_tokens_written == stats.output_tokens == 20
+
+
+def test_their_drafts_are_as_many_as_others() -> None:
+    """They are paid from the same account."""
+    drafted = []
+    for when_idle in (False, True):
+        driver = Driver(num_speculative_tokens=3)
+        driver.model.propose = lambda request_id, tokens: [-1, -1, -1]
+        for number in range(40):
+            driver.add(f"{number}", prompt=6, max_tokens=8, when_idle=when_idle)
+            timed(driver)
+        drafted.append(driver.scheduler.stats().speculative_drafted)
+    assert drafted[1] == drafted[0]
+
+
+def timed(driver: Driver) -> None:
+    """Steps until no work is left. A step takes longer the more tokens it computes."""
+    while driver.scheduler.has_work():
+        step = driver.schedule()
+        output = driver.model.execute(step)
+        limits = step.draft_limits or {}
+        output.draft_token_ids = {
+            name: drafts[: limits[name]] for name, drafts in output.draft_token_ids.items() if name in limits
+        }
+        driver.scheduler.took(step, 0.004 + 0.002 * step.total_num_scheduled_tokens)
+        driver.book(step, output)
