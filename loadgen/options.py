@@ -86,11 +86,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def _prompt_tokens(self) -> int:
         """How many tokens are drawn before the run, without those of a trace."""
+        measured = self.sessions if self.workload is not Workload.TRACE else None
         shared = self.prefix * self.prefixes if self.workload is Workload.SHARED_PREFIX else 0
         more = self.prefix if self.workload is Workload.SHARED_PREFIX else 0
         if self.workload is Workload.MULTI_TURN:
             more = (self.turns - 1) * (self.input if self.turn_input is None else self.turn_input)
-        return shared + ((self.sessions or 0) + self.warmup_sessions) * (self.input + more)
+        return shared + ((measured or 0) + self.warmup_sessions) * (self.input + more)
 
     def check(self) -> None:
         """Checks the rules between several flags. Raises ConfigurationError."""

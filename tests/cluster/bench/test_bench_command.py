@@ -263,7 +263,7 @@ def test_a_trace_is_played_at_its_own_times(server: FakeServer, tokenizer: Path,
     trace.write_text("\n".join(json.dumps(row) for row in rows))
     file = tmp_path / "run.json"
     status = bench(
-        server, "--tokenizer", str(tokenizer), "--workload", "trace", "--trace", str(trace),
+        server, "--tokenizer", str(tokenizer), "--workload", "trace", "--trace", str(trace), "--requests", "9000000",
         "--trace-speed", "10", "--trace-scale", "1", "--prompt-format", "ids", "--json", str(file),
     )  # fmt: skip
     assert status == 0
