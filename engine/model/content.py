@@ -26,7 +26,8 @@ BLOCKS_FILE = "tandem-blocks"
 """Beside a checkpoint that was made of a GGUF file: the same matrices in blocks, by their names in the checkpoint. It is a safetensors
 file under a name that other programs do not take for weights."""
 
-_INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Keys of a configuration that change nothing in the model.
 _SAYS_NOTHING = ("transformers_version", "_name_or_path")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -69,9 +70,9 @@ def weight_files(source: ModelSource) -> list[Path]:
         if found is None:
             return [folder / source.gguf_file]
         return sorted(folder.glob(f"{source.gguf_file[: found.start()]}-*-of-{found[1]}.gguf"))
-    if named := _indexed(folder / _INDEX):
+    if named := _indexed(folder / INDEX):
         return [folder / name for name in sorted(named)]
-    only = folder / "model.safetensors"
+    only = folder / WHOLE
     return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
 
 

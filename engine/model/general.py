@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
+from tandem.engine.model.content import INDEX, WHOLE, weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.engine.model.states import states_wing
@@ -44,7 +45,7 @@ def load_model(
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is None:
-        open_tensors(source)  # refuses what transformers would take one of, in silence
+        _refuse_two_models(source)
     found = weight_format(source, config)
     if found is not None and not found.reads(device, in_parts=cut is not None):
         found = None
@@ -105,6 +106,17 @@ def load_model(
     if states := states_wing():
         states.take_states_out(model)
     return model
+
+
+def _refuse_two_models(source: ModelSource) -> None:
+    """Refuses what transformers would take one of, in silence."""
+    open_tensors(source)
+    whole = source.folder / WHOLE
+    if whole.is_file() and whole not in weight_files(source):
+        raise ConfigurationError(
+            f"{source.name} cannot be served: its folder has {WHOLE}, and {INDEX} that names other files: which of them are the model "
+            "is not known. Remove the others"
+        )
 
 
 def _left_to_transformers(config: Any) -> str:

@@ -181,6 +181,16 @@ def test_a_tensor_in_two_files_is_refused(llama: Path, native: bool) -> None:
     assert "model-2.safetensors" in refusal(llama, native=native)
 
 
+def test_a_whole_file_beside_an_index_of_others_is_refused_where_transformers_would_take_it(llama: Path) -> None:
+    """The content that nodes compare, and the native path, go by the index."""
+    shutil.copy(llama / "model.safetensors", llama / "model-1.safetensors")
+    files = dict.fromkeys(load_file(llama / "model.safetensors"), "model-1.safetensors")
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert "has model.safetensors, and model.safetensors.index.json that names other" in refusal(llama, native=False)
+    (llama / "model.safetensors").unlink()
+    assert greedy(load(llama, native=False)) == greedy(load(llama, native=True))
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_weights_of_another_size_are_named_with_both(llama: Path, native: bool) -> None:
     edit(llama, "config.json", intermediate_size=40)
