@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.base.errors import TandemError
+from tandem.base.own_thread import from_own_thread
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import joined, while_ray_runs
 from tandem.cluster.control import ClusterView
@@ -37,12 +38,13 @@ def list_deployments(which: WhichCluster) -> list[StandingDeployment]:
 
         async def look(name: str) -> StandingDeployment:
             try:
-                return described(name, await the_controller(name).ask(ViewOrder()))
+                controller = await from_own_thread("find-controller", lambda: the_controller(name))
+                return described(name, await controller.ask(ViewOrder()))
             except TandemError as error:
                 return StandingDeployment(name, trouble=str(error))
 
         async def run() -> list[StandingDeployment]:
-            return list(await asyncio.gather(*map(look, standing())))
+            return list(await asyncio.gather(*map(look, await from_own_thread("find-deployments", standing))))
 
         return asyncio.run(while_ray_runs(run()))
 

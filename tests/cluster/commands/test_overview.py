@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import socket
+import threading
 from argparse import Namespace
 from typing import Any
 
@@ -17,9 +18,9 @@ from rich.console import Console
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.cluster import tasks
 from tandem.cluster.cli import main
-from tandem.cluster.commands import operate
+from tandem.cluster.commands import deployments, operate
 from tandem.cluster.commands.address import WhichCluster
-from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
+from tandem.cluster.commands.deployments import StandingDeployment, described, list_deployments, show_deployments
 from tandem.cluster.commands.node_table import format_blocks
 from tandem.cluster.commands.operate import CommandTarget, change_role_of, drain, drain_nodes, end_cluster
 from tandem.cluster.commands.overview import Overview
@@ -372,14 +373,18 @@ class EndedServer:
         self.controller.end = self.controller.drain_node = self._end  # type: ignore[method-assign]
         self._ray = socket.create_server(("127.0.0.1", 0))
         address = f"127.0.0.1:{self._ray.getsockname()[1]}"
-        monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
+        for commands in (operate, deployments):
+            monkeypatch.setattr(commands, "joined", lambda which: contextlib.nullcontext())
         monkeypatch.setattr(operate, "own_address", lambda: address)
         monkeypatch.setattr(remote_controller, "chosen", lambda name: "chat")
         for name in ("find_controller", "the_controller"):
             monkeypatch.setattr(remote_controller, name, lambda name: self.controller)
 
-    async def _end(self, *_: object) -> Any:
+    def end(self) -> None:
         self._ray.close()
+
+    async def _end(self, *_: object) -> Any:
+        self.end()
         await asyncio.Event().wait()
 
 
@@ -395,3 +400,19 @@ def test_a_command_whose_server_ends_says_so(monkeypatch: pytest.MonkeyPatch) ->
     EndedServer(monkeypatch)
     with pytest.raises(Unavailable, match=r"the server whose Ray was at 127\.0\.0\.1:\d+ has ended"):
         CommandTarget(WhichCluster(), say=lambda line: None).ask(DrainOrder("decode-0", 5.0))
+
+
+def test_the_list_of_deployments_does_not_wait_for_a_server_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks for its control store for a minute, and keeps the thread that asked it."""
+    server, over = EndedServer(monkeypatch), threading.Event()
+    from tandem.cluster.on_ray import remote_controller
+
+    def standing() -> list[str]:
+        server.end()
+        over.wait(20)
+        return ["chat"]
+
+    monkeypatch.setattr(remote_controller, "standing", standing)
+    with pytest.raises(Unavailable, match="has ended"):
+        list_deployments(WhichCluster())
+    over.set()
