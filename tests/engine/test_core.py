@@ -20,8 +20,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import FakeConnector
-
-PATIENCE_S = 5.0
+from tests.loops import PATIENCE_S
 
 
 class Mover(WorkerConnector):

@@ -10,8 +10,7 @@ import pytest
 
 from tandem.engine.core import StepResult
 from tandem.node.loop import EngineLoop, Mailbox
-
-PATIENCE_S = 5.0
+from tests.loops import PATIENCE_S
 
 
 class FakeEngine:

@@ -55,9 +55,9 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.tracing import ClockReading, NodeTrace
 from tests.adapter_books import PLENTY, PlainBook
 from tests.engine.engine_fakes import VECTOR, FakeRunner, make_scheduler, token_at
+from tests.loops import PATIENCE_S
 from tests.waiting import until
 
-PATIENCE_S = 5.0
 ROUTER = "tcp://router:1"
 
 

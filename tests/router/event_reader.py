@@ -7,6 +7,8 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.loops import PATIENCE_S
+
 
 class EventReader:
     """Reads from a plain socket, because an HTTP library would read ahead, and tests control when the client reads."""
@@ -22,7 +24,7 @@ class EventReader:
     ) -> None:
         parts = urlsplit(url)
         self.socket = socket.socket()
-        self.socket.settimeout(10)
+        self.socket.settimeout(PATIENCE_S)
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.connect((parts.hostname, parts.port))

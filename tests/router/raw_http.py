@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tests.loops import PATIENCE_S
 from tests.router.conftest import RunningRouter
 
 
@@ -16,7 +17,7 @@ def connect(router: RunningRouter, *, receive_buffer: int | None = None) -> sock
     address = httpx.URL(router.url)
     assert address.port is not None
     connection = socket.socket()
-    connection.settimeout(5)
+    connection.settimeout(PATIENCE_S)
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect((address.host, address.port))

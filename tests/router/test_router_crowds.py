@@ -15,6 +15,7 @@ from tandem.router.config import Limits, Timeouts
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import Role
+from tests.loops import PATIENCE_S
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -74,7 +75,8 @@ def test_a_crowd_that_sends_its_headers_slowly(router: RunningRouter) -> None:
     address = httpx.URL(router.url)
     with ExitStack() as stack:
         for _ in range(3 * CROWD):
-            connection = stack.enter_context(socket.create_connection((address.host, address.port or 80), timeout=5))
+            server = address.host, address.port or 80
+            connection = stack.enter_context(socket.create_connection(server, timeout=PATIENCE_S))
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
         answers_are_right(router)
 

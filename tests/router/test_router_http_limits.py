@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from tandem.router.config import ApiKey, Limits, Timeouts
+from tests.loops import PATIENCE_S
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, parse, post, read_answer, read_to_end, talk
 
@@ -81,7 +82,7 @@ def is_open(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return False
     finally:
-        connection.settimeout(5)
+        connection.settimeout(PATIENCE_S)
 
 
 class Crowd:

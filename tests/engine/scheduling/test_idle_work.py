@@ -220,7 +220,7 @@ def timed(driver: Driver) -> None:
     while driver.scheduler.has_work():
         step = driver.schedule()
         output = driver.model.execute(step)
-        limits = step.draft_limits
+        limits = step.draft_limits or {}
         output.draft_token_ids = {
             name: drafts[: limits[name]] for name, drafts in output.draft_token_ids.items() if name in limits
         }

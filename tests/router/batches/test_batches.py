@@ -60,7 +60,7 @@ def look(router: RunningRouter, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(router: RunningRouter, batch: dict[str, Any]) -> dict[str, Any]:
-    until(lambda: look(router, batch)["status"] in ("completed", "failed", "expired", "cancelled"), 15)
+    until(lambda: look(router, batch)["status"] in ("completed", "failed", "expired", "cancelled"))
     return look(router, batch)
 
 
@@ -94,7 +94,7 @@ def test_openais_client_has_a_file_of_requests_answered(router: RunningRouter, t
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"of": "tests"}
     )
     assert batch.status == "validating"
-    until(lambda: client.batches.retrieve(batch.id).status == "completed", 20)
+    until(lambda: client.batches.retrieve(batch.id).status == "completed")
     batch = client.batches.retrieve(batch.id)
     counts = batch.request_counts
     assert counts is not None
@@ -200,7 +200,7 @@ def test_one_key_never_sees_anothers(start_router: StartRouter, tmp_path: Path) 
 def test_a_cancelled_batch_keeps_what_it_has(router: RunningRouter) -> None:
     batch = begin(router, jsonl([line("quick", max_tokens=2), *(line(f"n{i}", max_tokens=9) for i in range(5))]))
     router.set(pause_at=4)
-    until(lambda: look(router, batch)["request_counts"]["completed"] == 1, 10)
+    until(lambda: look(router, batch)["request_counts"]["completed"] == 1)
     busy = router.client.delete(f"/v1/files/{batch['input_file_id']}")
     assert batch["id"] in busy.json()["error"]["message"]
     assert router.client.post(f"/v1/batches/{batch['id']}/cancel").json()["status"] == "cancelling"
@@ -425,12 +425,12 @@ def test_lines_that_cannot_be_read_for_a_while_are_answered_later(
     node = router.nodes["d0"]
     node.set(pause_at=1)
     batch = begin(router, jsonl([line(f"{index}") for index in range(200)]))
-    until(lambda: look(router, batch)["status"] == "in_progress" and len(node.submits) > 0, 15)
+    until(lambda: look(router, batch)["status"] == "in_progress" and len(node.submits) > 0)
     (file,) = (tmp_path / "batches/files").iterdir()
     away = file.rename(tmp_path / "away")
     file.mkdir()  # it is there and cannot be read
     node.resume()
-    until(lambda: "cannot be used" in caplog.text, 15)
+    until(lambda: "cannot be used" in caplog.text)
     assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed", (
         "another batch does not wait for it"
     )
@@ -459,7 +459,7 @@ def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> N
     def end(made: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
         """The batch as it has ended, and what became of each of its requests."""
         one = f"{path}/{made['id']}"
-        until(lambda: http.get(one).json()["processing_status"] == "ended", 15)
+        until(lambda: http.get(one).json()["processing_status"] == "ended")
         results = [json.loads(each) for each in http.get(f"{one}/results").text.splitlines()]
         return http.get(one).json(), [(each["custom_id"], each["result"]) for each in results]
 
@@ -480,7 +480,7 @@ def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> N
     assert http.get(one).json()["error"]["type"] == "not_found_error"
     router.set(pause_at=0)
     late = router.ask(path, requests=three[:2]).json()
-    until(lambda: bool(router.nodes["p0"].running), 10)
+    until(lambda: bool(router.nodes["p0"].running))
     assert http.post(f"{path}/{late['id']}/cancel").json()["processing_status"] == "canceling"
     assert [(name, result["type"]) for name, result in end(late)[1]] == [("n0", "canceled"), ("n1", "canceled")]
 
@@ -492,7 +492,7 @@ def test_anthropics_client_has_messages_answered(router: RunningRouter) -> None:
     client = anthropic.Anthropic(base_url=router.url, api_key="unused", max_retries=0)
     params: Any = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     batch = client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
-    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended", 15)
+    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
     assert [each.result.type for each in client.messages.batches.results(batch.id)] == ["succeeded"]
     assert [each.id for each in client.messages.batches.list()] == [batch.id]
     client.messages.batches.cancel(client.messages.batches.create(requests=[{"custom_id": "a", "params": params}]).id)
