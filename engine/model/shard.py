@@ -49,9 +49,11 @@ class Lead(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class StageLink:
-    """Switches whether stages pass hidden states on: on in a step, off while each stage probes its own part."""
+    """Switches whether stages pass hidden states on: on in a step, off while each stage probes its own part. Counts the sums over the ranks
+    that share matrices."""
 
     is_on: bool = False
+    sums: int = 0
 
     def __enter__(self) -> None:
         self.is_on = True

@@ -64,6 +64,7 @@ class OneEngine:
         *,
         scheduler: SchedulerConfig | None = None,
         memory_bytes: int = 512 << 20,
+        kept: str = "auto",
         prefix_caching: bool = False,
         checkpoint_tokens: int = 256,
         tiers: Sequence[TierConfig] = (),
@@ -80,13 +81,14 @@ class OneEngine:
         machines: int = 1,
         hidden_states: Path | str = "",
     ) -> OneEngine:
-        """`shares`: its host-memory tier reads other nodes' tiers, and mirrors. `width`: the number of ranks, in `stages` stages or so many
+        """`kept`: the type in which the cache keeps numbers. `shares`: its host-memory tier reads other nodes' tiers, and mirrors. `width`: the number of ranks, in `stages` stages or so many
         `contexts`; they are threads here, or with `processes` the processes of a real node, on `machines` machines. `apart`: each rank keeps the KV of its
         heads in its own memory."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
             memory_bytes=memory_bytes,
+            dtype=kept,
             prefix_caching=prefix_caching,
             checkpoint_tokens=checkpoint_tokens,
             hash_seed="t",
@@ -173,7 +175,7 @@ class OneEngine:
             scheduler,
             cache,
             info.groups,
-            num_blocks or info.num_blocks,
+            min(num_blocks or info.num_blocks, info.num_blocks),
             info.max_model_len,
             connector=scheduler_half,
             load_failure_policy=transfer.on_failure if transfer is not None else LoadFailurePolicy.RECOMPUTE,

@@ -55,32 +55,32 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
 
 
 class _HooksOfAll:
-    """Reports a layer as saved when every rank has written its heads of it. Rank 0 knows that when it reaches the next layer or the end,
-    because the sum over all ranks' heads lies in between."""
+    """Reports a layer as saved when every rank has written its heads of it. Rank 0 knows that at the end, and when it reaches a later layer
+    after a sum over the ranks. Where only experts are cut, dense layers have no sum."""
 
-    def __init__(self, hooks: LayerHooks) -> None:
-        self._hooks = hooks
-        self._waiting: int | None = None
+    def __init__(self, hooks: LayerHooks, shard: Shard) -> None:
+        self._hooks, self._shard = hooks, shard
+        self._waiting: list[int] = []
+        self._sums = 0  # so many there were when the last of them was written here
         self._saved: set[int] = set()
 
     def wait_for_layer_load(self, layer: int) -> None:
-        self.save_waiting()
+        if self._shard.width == 1 or self._shard.link.sums > self._sums:
+            waiting, self._waiting = self._waiting, []
+            self._save(waiting)
 
     def save_kv_layer(self, layer: int) -> None:
-        self._waiting = layer
-
-    def save_waiting(self) -> None:
-        if self._waiting is not None:
-            layer, self._waiting = self._waiting, None
-            self._saved.add(layer)
-            self._hooks.save_kv_layer(layer)
+        self._waiting.append(layer)
+        self._sums = self._shard.link.sums
 
     def save_all(self, layers: Sequence[int]) -> None:
         """Reports all remaining layers at the end. The layers of later stages are written when their logits have arrived."""
-        self.save_waiting()
+        self._save([layer for layer in layers if layer not in self._saved])
+
+    def _save(self, layers: Sequence[int]) -> None:
         for layer in layers:
-            if layer not in self._saved:
-                self._hooks.save_kv_layer(layer)
+            self._saved.add(layer)
+            self._hooks.save_kv_layer(layer)
 
 
 class LeadingForward:
@@ -102,7 +102,7 @@ class LeadingForward:
         if hooks is not None:
             for layer in self._layers:  # only rank 0 waits for loads, for all ranks
                 hooks.wait_for_layer_load(layer)
-            together = _HooksOfAll(hooks)
+            together = _HooksOfAll(hooks, self._shard)
         try:
             self._lead.send(arrays_of(batch))
             if batch.token_ids.device.type != "cpu":

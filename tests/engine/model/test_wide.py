@@ -170,13 +170,25 @@ def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> N
         torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Only its experts are cut, and its first layers have none: no sum follows them.
+AFMOE: dict[str, Any] = {
+    "num_hidden_layers": 3, "num_dense_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "head_dim": 8, "layer_types": ["full_attention"] * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "afmoe"])
+def test_a_layer_is_saved_when_all_ranks_have_written_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of them is slow, so what asked rank 0 alone would be early."""
+    monkeypatch.setitem(tiny.ALL, "afmoe", lambda: transformers.AfmoeConfig(**tiny.COMMON | AFMOE))
+    path = tiny.save(name, tmp_path)
     written: collections.Counter[int] = collections.Counter()
     write = GatheredCache.write
 
     def late(cache: GatheredCache, layer: int, *given: torch.Tensor, **options: int) -> None:
-        if cache.plan.first_head_of_layer[layer]:
+        if threading.current_thread() is not threading.main_thread():
             for _ in range(20):
                 torch.ones(256, 256) @ torch.ones(256, 256)
         write(cache, layer, *given, **options)
@@ -187,7 +199,7 @@ def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatc
             super().save_kv_layer(layer)
             assert written[layer] == 2, f"layer {layer} leaves before every rank has written it"
 
-    with ranks_here(2, partial(load, small)) as runner:
+    with ranks_here(2, partial(load, path), lines=[]) as runner:
         monkeypatch.setattr(GatheredCache, "write", late)
         hooks = Counting()
         driver = Driver(runner)
