@@ -1,8 +1,8 @@
 """When a pool grows or shrinks by itself. Pure: measurements go in, at most one decision comes out.
 
 A pool grows when it keeps missing a target of the operator's: prompts wait too long before they are computed, requests wait too long for
-room in nodes or routers, tokens come too slowly, or blocks run out. It shrinks, by half at most, when fewer nodes would have had room to
-spare all the time.
+room in nodes or routers, tokens come too slowly, or blocks run out. It grows as far as it misses the target, and doubles at most. It shrinks,
+by half at most, when fewer nodes would have had room to spare all the time.
 
 It does not swing under a steady load, because it remembers with which load a size was too small, and does not return to that size before
 the load is clearly lower. So each size can prove too small only once. When tokens came too slowly, that load is the tokens generated per
@@ -32,6 +32,7 @@ ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have had at mo
 NEARLY_IDLE = 0.08  # the same while the load is not known for `LONG` yet
 LONG = 10.0  # times `autoscaling.shrink_after_s`: for so long the load is remembered
 CLEARLY_LOWER = 0.8  # times the load that was too much for a smaller pool
+MOST_AT_ONCE = 2.0  # times its size: so far a pool grows, and so far it shrinks, in one decision
 MOST_OF = 0.8  # this share of the looks at a pool must find it too small before it grows
 
 
@@ -136,9 +137,8 @@ def _growth(
     recent = _breaking(now, loads, slo, config)
     if not recent or pool.is_waiting or pool.wanted >= pool.max_nodes:
         return None
-    pressure = math.fsum(_pressure(load, slo) for load in recent) / len(recent)
-    more = 1 if pressure < 2 else max(1, pool.wanted // 2)
-    size = min(pool.max_nodes, pool.wanted + more)
+    pressure = _pressure(recent[-1], slo)  # of now: a line that has become longer goes on
+    size = min(pool.max_nodes, max(pool.wanted + 1, math.ceil(pool.wanted * min(pressure, MOST_AT_ONCE))))
     slow = [load.written_per_s for load in recent if load.writes_tokens and load.step_s > slo.inter_token_s]
     breach = Breach(
         pool.wanted,
@@ -159,15 +159,15 @@ def _shrinking(
 ) -> Resize | None:
     """Returns the smallest size, but at least half of the pool, that would have had room to spare for all that is known."""
     known_s = now - loads[0].at if loads else 0.0
-    least = max(math.ceil(pool.wanted / 2), pool.min_nodes, 1)
+    least = max(math.ceil(pool.wanted / MOST_AT_ONCE), pool.min_nodes, 1)
     if known_s < config.shrink_after_s - config.period_s or least >= pool.wanted:
         return None
     room = ROOM_TO_SPARE if known_s >= LONG * config.shrink_after_s - 2 * config.period_s else NEARLY_IDLE
     if _demand(loads[-1], slo) > room * pool.wanted:
         return None  # without a look at all others
-    if max(max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in loads) > 1:
-        return None
     # The highest mean over `grow_after_s` counts: a stretch of that length makes a pool grow.
+    if _highest_mean([max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in loads], config) > 1:
+        return None
     demand = _highest_mean([_demand(load, slo) for load in loads], config)
     written = _highest_mean([load.written_per_s for load in loads], config)
     size = max(math.ceil(demand / room), least)

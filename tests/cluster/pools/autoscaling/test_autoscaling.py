@@ -301,14 +301,40 @@ def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> Non
     assert decided(pool(), crowded, changed_at=just - 3) is not None
 
 
-def test_the_greatest_need_comes_first_and_is_answered_with_more_than_one_node() -> None:
+def test_the_greatest_need_comes_first() -> None:
     history = {Role.PREFILL: loads(Role.PREFILL, queue_s=1.2), Role.DECODE: loads(Role.DECODE, step_s=0.19)}
     resize = decide(60.0, dict.fromkeys(Role, 0.0), history, [pool(Role.PREFILL), pool(Role.DECODE)], {}, SLO, CONFIG)
     assert resize is not None
     assert resize.role is Role.DECODE
-    crowded = loads(Role.PREFILL, nodes=6, queue_s=5.0)
-    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=20), crowded).size == 9
-    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=7), crowded).size == 7
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "most", "size"), [(1.01, 20, 7), (1.3, 20, 8), (1.5, 20, 9), (5.0, 20, 12), (5.0, 7, 7)]
+)
+def test_a_pool_grows_as_far_as_it_misses_its_target_and_doubles_at_most(queue_s: float, most: int, size: int) -> None:
+    """A second growth would come a minute later: the new nodes start, and then have to be too few for a while."""
+    crowded = loads(Role.PREFILL, nodes=6, queue_s=queue_s)
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=most), crowded).size == size
+
+
+def test_a_line_that_becomes_longer_counts_as_it_is_now() -> None:
+    crowded = [msgspec.structs.replace(load, queue_s=1 + load.at / 60) for load in loads(Role.PREFILL, nodes=6)]
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=20), crowded).size == 12
+
+
+@pytest.mark.parametrize(("role", "measure"), [(Role.PREFILL, "queue_s"), (Role.DECODE, "wait_s")])
+def test_a_pool_stays_as_it_is_by_a_wait_that_would_make_it_grow_and_by_no_shorter_one(
+    role: Role, measure: str
+) -> None:
+    def waited(seconds: int) -> list[PoolLoad]:
+        history = loads(role, seconds=LONG_S, blocks=0.1)
+        history[50 : 50 + seconds] = [
+            msgspec.structs.replace(load, **{measure: 1.8}) for load in history[50 : 50 + seconds]
+        ]
+        return history
+
+    assert decided(pool(role), waited(2)).size == 1
+    assert decided(pool(role), waited(round(CONFIG.grow_after_s))) is None
 
 
 def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -> None:
