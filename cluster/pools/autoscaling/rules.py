@@ -29,7 +29,7 @@ from tandem.wire.nodes import Role
 QUEUE_SHARE = 0.5
 BLOCKS_LIMIT = 0.9  # with a larger share of blocks taken, requests begin to be preempted
 ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have had at most this load
-NEARLY_IDLE = 0.08  # the same while the load is not known for `LONG` yet
+NEARLY_IDLE = 0.12  # the same while the load is not known for `LONG` yet
 LONG = 10.0  # times `autoscaling.shrink_after_s`: for so long the load is remembered
 CLEARLY_LOWER = 0.8  # times the load that was too much for a smaller pool
 MOST_AT_ONCE = 2.0  # times its size: so far a pool grows, and so far it shrinks, in one decision
@@ -242,5 +242,7 @@ def _demand(load: PoolLoad, slo: SloConfig) -> float:
         # A decode node that has nothing to do reads prompts, which a smaller pool would not.
         step_s = load.step_s if load.reads_prompts else load.answering_s or load.step_s
         fixed_s = min(load.fixed_s, step_s, slo.inter_token_s / 2)
-        shares.append((step_s - fixed_s) / (slo.inter_token_s - fixed_s))
+        share = (step_s - fixed_s) / (slo.inter_token_s - fixed_s)
+        # With fewer nodes each has more requests, and these stay longer: what they add to the steps of a second remains the same.
+        shares.append(share * load.busy * slo.inter_token_s / step_s if fixed_s else share)
     return load.nodes * max(shares)

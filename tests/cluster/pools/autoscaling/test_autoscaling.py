@@ -287,9 +287,20 @@ def test_what_a_step_takes_for_any_number_of_requests_is_no_load() -> None:
     assert (load.step_s, load.answering_s, load.fixed_s) == pytest.approx((0.09, 0.04, 0.03))
     history = [msgspec.structs.replace(load, at=float(at), nodes=2) for at in range(LONG_S + 1)]
     resize = decided(pool(), history)
-    assert resize.why == "decode: from 2 to 1: in 200 s 1 would have been 29% loaded at most"
+    assert resize.why == "decode: from 2 to 1: in 200 s 1 would have been 32% loaded at most"
     unknown = [msgspec.structs.replace(load, fixed_s=0.0) for load in history]
     assert decided(pool(), unknown) is None
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(8, 4), (4, 3), (3, None)])
+def test_what_requests_add_to_the_steps_is_the_same_on_any_number_of_nodes(nodes: int, size: int | None) -> None:
+    """On fewer nodes each has more requests, and these stay longer because steps are longer. Together they add a second of work each second;
+    two nodes would write with 60 ms a token, which is 71% of what they can at 100 ms."""
+    fixed_s, added = 0.03, 1.0
+    step_s = fixed_s / (1 - added / nodes)
+    history = loads(nodes=nodes, seconds=LONG_S, step_s=step_s, fixed_s=fixed_s, busy=1.0)
+    resize = decided(pool(wanted=nodes, max_nodes=8), history)
+    assert (resize.size if resize else None) == size
 
 
 def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> None:
