@@ -22,7 +22,7 @@ from tandem.cluster.tasks import Clock
 from tandem.cluster.wings import RolloutJudge
 
 LOOK_S = 1.0
-SILENT_S = 300.0  # how long nothing may be heard of a controller's exchange: its process ends, and another one starts
+SILENT_S = 300.0  # how long nothing may be heard of a rollout or an exchange: the controller's process may be started again meanwhile
 _AWAY = "the controller is away, and what serves goes on"
 _MOVES = ("router.host", "router.port", "router.placement")
 _TOO_LATE = "The rollout is done: apply the previous configuration to take it back"
@@ -149,10 +149,7 @@ async def follow_exchange(cluster: OperatedCluster, exchange: str, say: Say, clo
         said = line
         if seen is not None:
             heard = clock.now()
-        elif clock.now() - heard > SILENT_S:
-            raise Unavailable(
-                f"nothing was heard of the controller's exchange for {SILENT_S:.0f} s ({line}): look at `tandem status`"
-            )
+        _check_heard("controller's exchange", clock.now() - heard, line)
         await clock.sleep(LOOK_S)
     if seen.id == exchange and seen.phase is ExchangePhase.DONE:
         say("done: the controller is another one, and serves")
@@ -161,13 +158,18 @@ async def follow_exchange(cluster: OperatedCluster, exchange: str, say: Say, clo
     return False
 
 
+def _check_heard(what: str, silent_s: float, why: object) -> None:
+    if silent_s > SILENT_S:
+        raise Unavailable(f"nothing was heard of the {what} for {SILENT_S:.0f} s ({why}): look at `tandem status`")
+
+
 async def follow(
     cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None, *, judge: RolloutJudge | None = None
 ) -> bool:
     """Follows the rollout until it is over, and takes it back if `judge` gets an answer with other bits. Returns whether this revision
-    serves then. Waits while the controller does not answer."""
+    serves then. Waits while the controller does not answer, and raises Unavailable after SILENT_S of that, as `follow_exchange`."""
     clock = clock or Clock()
-    said, away, told_until, other = "", False, 0.0, ""
+    said, away, told_until, other, heard = "", False, 0.0, "", clock.now()
     while True:
         try:
             view = await cluster.ask(ViewOrder())
@@ -175,9 +177,10 @@ async def follow(
             if not away:
                 say(f"{_AWAY}: {error}")
             away = True
+            _check_heard("rollout", clock.now() - heard, error)
             await clock.sleep(LOOK_S)
             continue
-        away = False
+        away, heard = False, clock.now()
         if view.rollout is None and other and view.revision == revision:
             say(_TOO_LATE)
             return False

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,17 +125,12 @@ class ServerEnded(Unavailable):
     """A Ray of one machine has ended, with the `tandem serve` that it belongs to."""
 
 
-async def while_ray_runs(work: Coroutine[Any, Any, T], on_end: Callable[[], object] = lambda: None) -> T:
-    """Raises ServerEnded. On a cluster the head may come back, and Ray waits for it. `on_end` is called before `work` is cancelled."""
+async def while_ray_runs(work: Coroutine[Any, Any, T]) -> T:
+    """Raises ServerEnded. On a cluster the head may come back, and Ray waits for it."""
     address = own_address()
     if not listens_on_loopback_only(address):
         return await work
-
-    async def end() -> None:
-        await until_ended(address)
-        on_end()
-
-    done, _ = await first_of(work, end())
+    done, _ = await first_of(work, until_ended(address))
     if not has_ended(done):
         raise ServerEnded(f"the server whose Ray was at {address} has ended")
     return done.result()
@@ -318,49 +313,44 @@ def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
             the_controller,
         )
 
-        async def work() -> bool:
+        async def find() -> RemoteController | None:
+            """Returns None if there was none, and has then ended what it left."""
             name, address = await from_own_thread("find-deployment", lambda: chosen(which.name)), own_address()
             say(f"{name} at {url_of(address, name) or f'the Ray cluster of {address}'}:")
             controller = await from_own_thread("find-controller", lambda: find_controller(name))
             if controller is None and await end_without_a_controller(name, DOWN):
                 say("it had no controller any more")
-                return False
-            if controller is None:
-                controller = await from_own_thread("find-controller", lambda: the_controller(name))
-            return await end_cluster(controller, now=now, say=say_while_there, on_drained=drained.append)
+                return None
+            return controller or await from_own_thread("find-controller", lambda: the_controller(name))
 
-        over: list[str] = []
-        drained: list[bool] = []
+        async def work() -> bool:
+            controller = await while_ray_runs(find())
+            return controller is not None and await end_cluster(controller, now=now, say=say)
 
-        def say_while_there(line: str) -> None:
-            if not over:
-                say(line)
-
-        try:
-            finished = asyncio.run(while_ray_runs(work(), lambda: over.append("Ray")))
-        except ServerEnded:  # a server ends as soon as the end is recorded, maybe before we have seen every process end
-            if not drained:
-                raise
-            finished = drained[0]
+        finished = asyncio.run(work())
     say("everything was finished; it is down" if finished else "it is down; not everything was finished")
     return finished
 
 
-async def end_cluster(
-    controller: RemoteController, *, now: bool, say: Say, on_drained: Callable[[bool], object] = lambda finished: None
-) -> bool:
+async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> bool:
     """Ends the cluster even if its controller does not answer. Returns whether all of its requests ended in time."""
+
+    async def drain_all() -> bool:
+        limit = (await controller.ask(TimeoutsOrder())).nodes.drain_s
+        say(f"finishing what is running (up to {limit:.0f} s)")
+        return await controller.drain(limit)
+
     finished = False
     if not now:
         try:
-            limit = (await controller.ask(TimeoutsOrder())).nodes.drain_s
-            say(f"finishing what is running (up to {limit:.0f} s)")
-            finished = await controller.drain(limit)
+            finished = await while_ray_runs(drain_all())
+        except ServerEnded:
+            raise
         except TandemError as error:
             say(f"it cannot be drained: {error}")
         except asyncio.CancelledError:
             say("it takes nothing new, and is not ended: `tandem down --now` ends it")
             raise
-    on_drained(finished)
-    await saying_if_slow(controller.end(END_S, DOWN), lambda: say("ending every process"))
+    with suppress(ServerEnded):  # it ends once its end is recorded, maybe before we have seen every process end
+        await while_ray_runs(saying_if_slow(controller.end(END_S, DOWN), lambda: say("ending every process")))
     return finished

@@ -161,12 +161,15 @@ class RemoteController:
                 return await asyncio.wait_for(answer(ask(self._actor)), deadline - time.monotonic())
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
-            except (NodeLost, ProcessUnreachable):
+            except (NodeLost, ProcessUnreachable) as error:
                 if time.monotonic() + _ASK_AGAIN_S > deadline:
                     raise
                 actor = await from_own_thread("find-controller", lambda: _lookup(self.name))
                 if actor is None and not await is_being_exchanged(self.name):
-                    raise
+                    raise NodeLost(
+                        f"the deployment {self.name} has no controller any more: it was ended, or its controller is lost for good "
+                        f"(`tandem status --all` lists what runs); Ray says: {error}"
+                    ) from error
                 self._actor = actor or self._actor  # after an exchange it is another actor
                 await asyncio.sleep(_ASK_AGAIN_S)
 

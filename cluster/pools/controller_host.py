@@ -132,6 +132,7 @@ class ControllerHost:
         self._failure: WireError | None = None
         self._ending: ClusterEnd | None = None
         self._last: asyncio.Task[None] | None = None
+        self._drains = False  # it was told to, which nothing takes back
         self._deployment = platform.deployment(self._config, self._events)
         self._run = asyncio.create_task(self._serve(), name="serve")
         self._watch = asyncio.create_task(self._end_with_owner(), name="end with the command")
@@ -223,7 +224,13 @@ class ControllerHost:
         return await self._deployment.control.configuration()
 
     async def configure(self, config: bytes) -> bytes:
-        """Applies what a running cluster can change without a rollout: the sizes of its pools. The rest is refused."""
+        """Applies what a running cluster can change without a rollout: the sizes of its pools. The rest is refused. Raises Unavailable for
+        a cluster that is being ended: who asks would wait for an answer that no request gets any more."""
+        if self._drains:
+            raise Unavailable(
+                "this deployment takes nothing new, because `tandem down` ends it: start it again when it is down (`tandem down --now` "
+                "ends it at once)"
+            )
         running = await self._running()
         sizes, refused = compare(running, _understood(config))
         if not sizes:
@@ -289,6 +296,7 @@ class ControllerHost:
     # --- ending
 
     async def drain(self) -> bool:
+        self._drains = True
         return self._stage is not ClusterStage.STOPPED and await self._deployment.drain()
 
     async def end(self, why: str) -> None:

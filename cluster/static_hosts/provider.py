@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,9 @@ from tandem.cluster.static_hosts.record import (
     with_hosts,
     with_node,
     with_tags,
+    with_unstopped,
     without_nodes,
+    without_unstopped,
 )
 from tandem.cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
 from tandem.cluster.static_hosts.store import Reach, reach_from_here, resolve
@@ -61,6 +64,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._reach = reach or reach_from_here(self._settings, cluster_name)
         self._store = self._reach.store
         self._starting: dict[str, LaunchRecord] = {}  # nodes whose start commands are running
+        self._again: Thread | None = None  # stops Ray on hosts that did not answer when they were taken out of the file
         if self._reach.on_head:
             self._record_head_under_ray()
 
@@ -92,7 +96,16 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
     # --- what there is
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
-        return self._store.read().matching(tag_filters)
+        """Ray's autoscaler asks every few seconds."""
+        record = self._store.read()
+        if record.unstopped and self._reach.on_head and not (self._again and self._again.is_alive()):
+            self._again = Thread(target=self._stop_again, args=(record.unstopped.values(),), daemon=True)
+            self._again.start()
+        return record.matching(tag_filters)
+
+    def _stop_again(self, nodes: Collection[LaunchRecord]) -> None:
+        silent = self._stop(nodes)
+        self._store.update(lambda record: without_unstopped(record, [node for node in nodes if node not in silent]))
 
     def is_running(self, node_id: str) -> bool:
         return node_id in self._store.last_read().nodes
@@ -185,24 +198,31 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         nodes = self._store.read().nodes
         self._end([nodes[node_id] for node_id in node_ids if node_id in nodes])
 
-    def _end(self, nodes: Iterable[LaunchRecord]) -> None:
+    def _end(self, nodes: Iterable[LaunchRecord]) -> list[LaunchRecord]:
         """Frees a host even if it does not answer: nothing is launched on it before it answers again, and then the start commands first
-        stop what the old node left."""
+        stop what the old node left. Returns the nodes of the hosts that did not answer."""
         nodes = list(nodes)
+        silent = self._stop(nodes)
+        self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
+        return silent
 
-        def stop(node: LaunchRecord) -> None:
+    def _stop(self, nodes: Collection[LaunchRecord]) -> list[LaunchRecord]:
+        """Returns the nodes of the hosts that did not answer."""
+
+        def stop(node: LaunchRecord) -> bool:
             shell = self._reach.to_workers if node.pool else self._reach.to_head
             script = stop_script(self._settings.stop_command)
             try:
                 shell.run(self._address_from_here(node), script, timeout_s=_STOP_TIMEOUT_S)
             except Unavailable as error:
                 logger.warning("Ray could not be stopped on %s: %s", node.host, error)
+                return False
             except ScriptFailed as error:
                 logger.warning("`%s` failed: %s", self._settings.stop_command, error)
+            return True
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="stop") as threads:
-            list(threads.map(stop, nodes))
-        self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
+            return [node for node, answered in zip(nodes, threads.map(stop, nodes), strict=True) if not answered]
 
     def _drain(self, nodes: Collection[LaunchRecord]) -> None:
         """Lets the nodes' requests finish first, if there is a head on which the controller can be asked to drain them."""
@@ -231,7 +251,11 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         for node in leaving:
             print(f"{node.host} is no longer listed for {node.pool}: stopping Ray there", flush=True)
         self._drain(leaving)
-        self._end(leaving)
+        if silent := self._end(leaving):
+            print(
+                f"{', '.join(node.host for node in silent)} will be stopped when the head reaches it again", flush=True
+            )
+            self._store.update(lambda record: with_unstopped(record, silent))
         cluster_config["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(cluster_config["auth"]))
         # Ray has copied them into worker_setup_commands by now, and would add them a second time.
         cluster_config["setup_commands"] = []

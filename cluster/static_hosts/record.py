@@ -27,6 +27,8 @@ class LaunchRecord(msgspec.Struct, frozen=True):
 class ClusterRecord(msgspec.Struct, frozen=True):
     hosts: dict[str, tuple[str, ...]] = {}  # by node type, as of the last `ray up`
     nodes: dict[str, LaunchRecord] = {}  # by node id, in launch order
+    # By host, which the operator's file no longer lists: the node that was on it. It did not answer, so Ray may still run there
+    unstopped: dict[str, LaunchRecord] = {}
 
     def matching(self, tags: Mapping[str, str]) -> list[str]:
         return [
@@ -64,7 +66,20 @@ def with_tags(record: ClusterRecord, node_id: str, tags: Mapping[str, str]) -> C
 
 
 def with_hosts(record: ClusterRecord, hosts: Mapping[str, tuple[str, ...]]) -> ClusterRecord:
-    return msgspec.structs.replace(record, hosts=dict(hosts))
+    """A host that is listed again is not stopped: its start commands do that first."""
+    listed = {host for of_pool in hosts.values() for host in of_pool}
+    unstopped = {host: node for host, node in record.unstopped.items() if host not in listed}
+    return msgspec.structs.replace(record, hosts=dict(hosts), unstopped=unstopped)
+
+
+def with_unstopped(record: ClusterRecord, nodes: Iterable[LaunchRecord]) -> ClusterRecord:
+    return msgspec.structs.replace(record, unstopped=record.unstopped | {node.host: node for node in nodes})
+
+
+def without_unstopped(record: ClusterRecord, nodes: Iterable[LaunchRecord]) -> ClusterRecord:
+    stopped = {node.node_id for node in nodes}
+    kept = {host: node for host, node in record.unstopped.items() if node.node_id not in stopped}
+    return msgspec.structs.replace(record, unstopped=kept)
 
 
 def stranded_nodes(record: ClusterRecord) -> list[LaunchRecord]:

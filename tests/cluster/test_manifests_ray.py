@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import socket
 import subprocess
 import tomllib
 from pathlib import Path
@@ -129,3 +131,32 @@ def test_what_serves_outlives_a_head_that_is_away_and_a_machine_that_is_cut_off(
             names = ("period_ms", "timeout_ms", "failure_threshold")
             period, timeout, failures = (int(settings[f"RAY_health_check_{name}"]) for name in names)
             assert (period + timeout) * failures >= 120_000
+
+
+@cluster_files
+@pytest.mark.parametrize(("running", "starts"), [("raylet", False), ("gcs_server", True)])
+def test_a_head_of_which_only_the_control_store_is_left_is_started_again(
+    file: Path, running: str, starts: bool, tmp_path: Path
+) -> None:
+    """A raylet ends by itself, for example where the machine was too busy at its start. The control store then answers as before."""
+    (command,) = [command for command in load(file)["head_start_ray_commands"] if "ray start" in command]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "comm").write_text(f"{running}\n")
+    ray = tmp_path / "ray"
+    ray.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\n')
+    ray.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as control_store:
+        for here, there in (
+            ("/proc/", f"{tmp_path}/"),
+            ("/6379", f"/{control_store.getsockname()[1]}"),
+            ("$(hostname -I | cut -d ' ' -f 1)", "127.0.0.1"),
+        ):
+            command = command.replace(here, there)
+        environment = {
+            "HOME": str(tmp_path),
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "RAY_CLOUD_INSTANCE_ID": "127.0.0.1-1",
+        }
+        subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=60)
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked == (["stop", "start"] if starts else ["health-check"])

@@ -13,11 +13,13 @@ from serving import Client, give_model
 from static_cluster import StaticCluster
 
 from tests.listening import named_in_the_table, program_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
 JOIN_S = 150.0  # Ray starts on a host, and a node on it loads the model, on very few cores
 NOTICE_S = 15.0
+BOOTED_S = 90.0  # until Ray notices that a host has booted, or was healed, and has stopped what it ran there
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,38 @@ def test_a_host_that_is_cut_off_is_left_alone_and_goes_on_when_it_is_healed(
             lost.heal()
         client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S)
     serving.probe.wait_for_pools(pools, NOTICE_S)
+
+
+def test_a_host_that_boots_again_under_load_serves_again(
+    serving: StaticCluster, client: Client, pools: dict[str, list[Host]]
+) -> None:
+    lost, _ = pools["decode"]
+    before = client.epochs()
+    with client.load():
+        lost.cut_off()
+        lost.power_off()
+        client.wait_for_nodes(prefill=2, decode=1, within_s=NOTICE_S)
+        lost.boot()
+        lost.heal()
+        client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S + BOOTED_S)
+    assert len(before.items() & client.epochs().items()) == 3, "no other node was started again"
+    assert f"its machine {lost.address} is gone" in serving.tandem("status")
+
+
+def test_a_host_that_is_taken_out_while_it_is_cut_off_is_stopped_when_it_is_healed(
+    serving: StaticCluster, client: Client, pools: dict[str, list[Host]]
+) -> None:
+    kept, lost = pools["decode"]
+    with client.load():
+        lost.cut_off()
+        try:
+            said = serving.up(prefill=pools["prefill"], decode=[kept])
+        finally:
+            lost.heal()
+        assert f"{lost.address} will be stopped when the head reaches it again" in said
+        until(lambda: not lost.run("sh", "-c", "pgrep -f '[r]aylet|[r]ay::' || true"), BOOTED_S)
+        serving.up(**pools)
+        client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S)
 
 
 def test_the_token_is_in_no_log(serving: StaticCluster) -> None:

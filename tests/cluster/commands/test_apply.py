@@ -265,6 +265,11 @@ def test_an_exchange_of_which_nothing_is_heard_is_not_followed_for_ever(told: Ta
         exchanged(ExchangeView("ours", ExchangePhase.CHECKING), *[told] * 400)
 
 
+def test_a_rollout_of_which_nothing_is_heard_is_not_followed_for_ever() -> None:
+    with pytest.raises(Unavailable, match=r"nothing was heard of the rollout for 300 s \(it was ended\)"):
+        followed((view(UNDER_WAY), *[NodeLost("it was ended")] * 400))
+
+
 @pytest.mark.parametrize("word", ["tandem.yaml", "--dry-run", "--no-wait", "--verify"])
 def test_what_is_about_a_new_change_is_refused_when_one_is_taken_back(
     word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -233,6 +233,7 @@ async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(monkeypatc
 
 
 async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "own_address", lambda: "10.0.0.9:6379")
     controller = FakeController()
     controller.may_finish.clear()
     said: list[str] = []
@@ -244,7 +245,10 @@ async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.M
     assert not controller.ended
 
 
-async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_nothing() -> None:
+async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operate, "own_address", lambda: "10.0.0.9:6379")
     said: list[str] = []
     polite, silent, hurried = FakeController(), FakeController(), FakeController()
     silent.silent = True
@@ -394,6 +398,15 @@ def test_down_is_done_when_the_server_has_ended_with_its_ray(monkeypatch: pytest
     said: list[str] = []
     assert operate.down(WhichCluster(), now=False, say=said.append)
     assert said[-1] == "everything was finished; it is down"
+
+
+def test_down_says_what_became_of_a_server_that_ends_before_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EndedServer(monkeypatch)
+    server.controller.drain = server.controller.end  # type: ignore[method-assign]
+    said: list[str] = []
+    with pytest.raises(Unavailable, match="has ended"):
+        operate.down(WhichCluster(), now=False, say=said.append)
+    assert said[-1] == "finishing what is running (up to 60 s)", "not that it is still there"
 
 
 def test_a_command_whose_server_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

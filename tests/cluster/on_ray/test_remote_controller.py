@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.base.errors import Unavailable
+from tandem.base.errors import NodeLost, Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.orders import ScaleOrder, ViewOrder
 from tandem.wire.nodes import Role
@@ -48,6 +48,23 @@ async def test_an_order_during_which_the_controller_dies_is_asked_again_of_the_n
     monkeypatch.setattr(ray, "get_actor", lambda *_: new if not said else old)
     assert await RemoteController(old, "chat").drain(1.0)
     assert not said
+
+
+async def test_an_order_to_a_deployment_that_another_command_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: object) -> bytes:
+        raise ray.exceptions.RayActorError
+
+    def no_actor(*_: object) -> object:
+        raise ValueError
+
+    async def not_exchanged(name: str) -> bool:
+        return False
+
+    monkeypatch.setattr(ray, "get_actor", no_actor)
+    monkeypatch.setattr(remote_controller, "is_being_exchanged", not_exchanged)
+    actor: Any = SimpleNamespace(order=SimpleNamespace(remote=lost))
+    with pytest.raises(NodeLost, match="the deployment chat has no controller any more: it was ended"):
+        await RemoteController(actor, "chat").ask(ViewOrder())
 
 
 async def test_a_controller_of_a_version_without_orders_is_named() -> None:

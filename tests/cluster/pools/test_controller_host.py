@@ -356,6 +356,14 @@ async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_
         assert rig.made.control.sizes[Role.DECODE] == 3, "what an operator scaled stays"
 
 
+async def test_a_deployment_that_is_being_ended_is_not_served_once_more() -> None:
+    """`tandem serve` while `tandem down` waits for the last requests would say that it answers."""
+    async with serving() as rig:
+        assert await rig.host.drain()
+        with pytest.raises(Unavailable, match="`tandem down` ends it: start it again when it is down"):
+            await configure(rig, TandemConfig())
+
+
 async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
     async with Rig() as rig:
         config = TandemConfig()

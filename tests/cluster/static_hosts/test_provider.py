@@ -15,6 +15,7 @@ from tandem.cluster.static_hosts.config import bootstrapped, read_provider
 from tandem.cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
 from tandem.cluster.static_hosts.store import LocalStore, Reach, RemoteStore, is_own_address, reach_from_here, resolve
 from tests.cluster.static_hosts.cluster_file import cluster_file
+from tests.waiting import until
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig, IConfigReader  # noqa: E402
@@ -184,6 +185,39 @@ def test_a_host_that_is_added_can_be_launched_and_one_that_is_taken_out_is_stopp
     assert hosts.stopped() == ["10.0.0.21"]
     assert hosts_of(provider, {}) == ["10.0.0.10", "10.0.0.22", "10.0.0.23"]
     assert "10.0.0.21 is no longer listed for decode" in capsys.readouterr().out
+
+
+def test_a_host_that_did_not_answer_when_it_was_taken_out_is_stopped_as_soon_as_it_does(
+    provider: StaticHostsProvider,
+    hosts: NotedHosts,
+    config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Within two minutes Ray does not notice that it was away: it would go on there, on a host that is no longer listed."""
+    store = LocalStore("tandem", tmp_path)
+    autoscaler = StaticHostsProvider(
+        config["provider"], "tandem", Reach("10.0.0.10", "10.0.0.10", True, hosts, hosts, store)
+    )
+    provider.create_node({}, DECODE, 2)
+    listed = config["available_node_types"]["decode"]["node_config"]["hosts"]
+    for host in list(listed):
+        hosts.silent.add(host)
+        listed.remove(host)
+    provider.prepare_for_head_node(config)
+    assert "10.0.0.21, 10.0.0.22 will be stopped when the head reaches" in capsys.readouterr().out
+    assert hosts_of(autoscaler, DECODE) == []
+    hosts.silent.remove("10.0.0.22")
+
+    def stopped(*expected: str) -> bool:
+        autoscaler.non_terminated_nodes({})
+        return hosts.stopped() == [*expected]
+
+    until(lambda: stopped("10.0.0.22"))
+    until(lambda: store.read().unstopped.keys() == {"10.0.0.21"})
+    listed.append("10.0.0.21")
+    provider.prepare_for_head_node(config)
+    assert store.read().unstopped == {}, "it is stopped before Ray is started there"
 
 
 def test_a_host_that_is_taken_out_while_ray_is_being_started_there_is_stopped_again(
