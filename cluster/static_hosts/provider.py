@@ -104,7 +104,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return record.matching(tag_filters)
 
     def _stop_again(self, nodes: Collection[LaunchRecord]) -> None:
-        silent = self._stop(nodes)
+        silent = self._stop(nodes, only_of=self._reach.head_address)  # by now another cluster may have the host
         self._store.update(lambda record: without_unstopped(record, [node for node in nodes if node not in silent]))
 
     def is_running(self, node_id: str) -> bool:
@@ -206,12 +206,12 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
         return silent
 
-    def _stop(self, nodes: Collection[LaunchRecord]) -> list[LaunchRecord]:
+    def _stop(self, nodes: Collection[LaunchRecord], only_of: str = "") -> list[LaunchRecord]:
         """Returns the nodes of the hosts that did not answer."""
 
         def stop(node: LaunchRecord) -> bool:
             shell = self._reach.to_workers if node.pool else self._reach.to_head
-            script = stop_script(self._settings.stop_command)
+            script = stop_script(self._settings.stop_command, only_of)
             try:
                 shell.run(self._address_from_here(node), script, timeout_s=_STOP_TIMEOUT_S)
             except Unavailable as error:
@@ -269,8 +269,11 @@ def _in_a_sentence(kind: type[BaseException], error: BaseException, trace: Trace
         sys.__excepthook__(kind, error, trace)
 
 
-def stop_script(command: str) -> str:
-    return _in_rays_shell(command)
+def stop_script(command: str, only_of: str = "") -> str:
+    """`only_of`: stops only a node of the cluster whose head has this address."""
+    # The brackets keep the pattern from being found in this script.
+    condition = f"grep -sq 'gcs-addres[s]={only_of}:' /proc/[0-9]*/cmdline || exit 0; " if only_of else ""
+    return _in_rays_shell(condition + command)
 
 
 def drain_script(addresses: Iterable[str]) -> str:

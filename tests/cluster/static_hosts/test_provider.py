@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class NotedHosts:
         return b""
 
     def stopped(self) -> list[str]:
-        return sorted(address for address, script in self.ran if script == stop_script("ray stop"))
+        scripts = stop_script("ray stop"), stop_script("ray stop", "10.0.0.10")
+        return sorted(address for address, script in self.ran if script in scripts)
 
 
 @pytest.fixture
@@ -218,6 +220,16 @@ def test_a_host_that_did_not_answer_when_it_was_taken_out_is_stopped_as_soon_as_
     listed.append("10.0.0.21")
     provider.prepare_for_head_node(config)
     assert store.read().unstopped == {}, "it is stopped before Ray is started there"
+
+
+@pytest.mark.parametrize("head", ["10.0.0.10", "10.0.0.1"])
+def test_what_is_stopped_later_is_the_own_clusters(head: str, tmp_path: Path) -> None:
+    """When it answers again, another cluster may have the host."""
+    stopped, raylet = tmp_path / "stopped", f"raylet --gcs-address={head}:6379"
+    with subprocess.Popen([raylet, "60"], executable="/bin/sleep") as runs:
+        subprocess.run(stop_script(f"touch {stopped}", "10.0.0.10"), shell=True, check=True, timeout=60)
+        runs.kill()
+    assert stopped.exists() == (head == "10.0.0.10")
 
 
 def test_a_host_that_is_taken_out_while_ray_is_being_started_there_is_stopped_again(
