@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -76,15 +77,17 @@ async def answered_batch(http: httpx.AsyncClient, model: str, lines: int) -> flo
 
 
 class BesideBatch:
-    def __init__(self, url: str, model: str, sessions: list[Session]) -> None:
-        self._url, self._shape = url, RequestShape(model)
-        self._sessions, self._arrivals = sessions, [session.arrival_s or 0.0 for session in sessions]
+    def __init__(self, url: str, model: str, sessions: Callable[[], list[Session]]) -> None:
+        """`sessions` draws other prompts each time: what an earlier play left in the caches would hide what a batch takes."""
+        self._url, self._shape, self._sessions = url, RequestShape(model), sessions
         self.found: dict[str, list[Timeline]] = {"alone": [], "beside a batch": []}
         self.used: list[float] = []  # by play: the part of what users left idle in which lines ran
         self.estimates_off: list[float] = []
 
     async def play(self) -> LoadStream:
-        return await played(self._url, self._shape, self._sessions, arrivals=self._arrivals)
+        sessions = self._sessions()
+        arrivals = [session.arrival_s or 0.0 for session in sessions]
+        return await played(self._url, self._shape, sessions, arrivals=arrivals)
 
     async def alone(self) -> None:
         self.found["alone"] += (await self.play()).timelines
@@ -112,9 +115,11 @@ def measure(options: argparse.Namespace) -> BesideBatch:
     model, folder = model_folder(options.model), results_folder(options.out)
     rows = [row for row in read_trace(options.trace) if 0 <= row.arrival_s - options.begin < options.seconds]
     rows = [dataclasses.replace(row, arrival_s=row.arrival_s - options.begin) for row in rows]
-    sessions = replay(
-        rows, IdVocabulary(load_tokenizer(model)), random.randrange(1 << 31), options.speed, options.lengths
-    )
+    vocabulary = IdVocabulary(load_tokenizer(model))
+
+    def sessions() -> list[Session]:
+        return replay(rows, vocabulary, random.randrange(1 << 31), options.speed, options.lengths)
+
     adopt_orphans()
     flags = ("--prefill", "1", "--decode", "1", "--set")
     with (

@@ -219,11 +219,16 @@ class GroupManager(abc.ABC):
             if filed is not None and (i + 1) * self.block_size > request.num_computed_tokens:
                 raise InternalError(f"block {block} of {request!r} is cached before it is computed")
 
-    def free(self, request_id: str) -> None:
-        """Releases the last block first: later blocks are part of fewer prefixes, so they may be evicted sooner."""
+    def free(self, request_id: str, spare_after: int | None = None) -> None:
+        """Releases the last block first: later blocks are part of fewer prefixes, so they may be evicted sooner. Those after `spare_after`
+        tokens are evicted before all other free blocks."""
         self._num_cached.pop(request_id, None)
         table = self.tables.pop(request_id, None)
         if table:
+            if spare_after is not None:
+                kept = spare_after // self.block_size
+                self._pool.release(reversed(table[kept:]), before_others=True)
+                table = table[:kept]
             self._pool.release(reversed(table))
 
 
@@ -314,8 +319,8 @@ class SlidingWindowManager(GroupManager):
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         return self._num_dropped[request_id] <= self.num_skipped_blocks(num_tokens)
 
-    def free(self, request_id: str) -> None:
-        super().free(request_id)
+    def free(self, request_id: str, spare_after: int | None = None) -> None:
+        super().free(request_id, spare_after)
         self._num_dropped.pop(request_id, None)
 
 

@@ -120,9 +120,9 @@ class Coordinator:
         for manager in self.managers:
             manager.forget_after(request_id, num_tokens)
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, spare_after: int | None) -> None:
         for manager in self.managers:
-            manager.free(request_id)
+            manager.free(request_id, spare_after)
 
 
 class KVCacheManager:
@@ -345,8 +345,9 @@ class KVCacheManager:
         self.coordinator.forget_after(request.request_id, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
+        """What idle work has cached makes room before what others have."""
         self.forget_uncomputed(request)
-        self.coordinator.free(request.request_id)
+        self.coordinator.free(request.request_id, max(request.num_cached_tokens, 0) if request.when_idle else None)
         if self.checkpoints is not None:
             self.checkpoints.forget(request.request_id)
         request.allocation_horizon = 0

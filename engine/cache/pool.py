@@ -164,6 +164,18 @@ class FreeBlockQueue:
         preceding[self._sentinel] = last
         self.num_free += count
 
+    def prepend(self, blocks: Iterable[int]) -> None:
+        """Adds blocks as the least recently used, the first of them as the next to be taken."""
+        following, preceding = self._next, self._prev
+        first, before = following[self._sentinel], self._sentinel
+        for block in blocks:
+            following[before] = block
+            preceding[block] = before
+            before = block
+            self.num_free += 1
+        following[before] = first
+        preceding[first] = before
+
     def __contains__(self, block: int) -> bool:
         return self._next[block] != _UNLINKED
 
@@ -308,8 +320,9 @@ class BlockPool:
                     self.residency.reused(block)
             ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Blocks leave a table. Those that are in no other table become free; the first of them is evicted first."""
+    def release(self, blocks: Iterable[int], *, before_others: bool = False) -> None:
+        """Blocks leave a table. Those that are in no other table become free; the first of them is evicted first, `before_others` also
+        before all that are free already."""
         ref_counts, timed = self.ref_counts, self.residency.every
         freed = []
         for block in blocks:
@@ -323,7 +336,10 @@ class BlockPool:
                 freed.append(block)
                 if not block % timed:
                     self.residency.idle(block)
-        self.free_queue.append(freed)
+        if before_others:
+            self.free_queue.prepend(freed)
+        else:
+            self.free_queue.append(freed)
 
     def quarantine(self, block: int) -> None:
         """A block leaves its only table without becoming free: no request may use it before `end_quarantine`."""

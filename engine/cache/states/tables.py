@@ -209,7 +209,7 @@ class StateManager(StateTables):
     def forget_named(self, hashes: Iterable[bytes]) -> None:
         super().forget_named(name for block_hash in hashes for name in self._names(block_hash))
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, spare_after: int | None = None) -> None:
         super().free(request_id)
         self._kept.pop(request_id, None)
 

@@ -157,6 +157,21 @@ def test_they_go_on_while_a_requests_kv_cannot_come_yet() -> None:
     assert scheduled(driver) == ["idle"]
 
 
+def test_they_do_not_take_the_place_of_what_others_have_cached() -> None:
+    driver = Driver(num_blocks=20)
+    prompt = list(range(16))
+    driver.add("asked", prompt=prompt, max_tokens=1)
+    driver.run()
+    shared = list(range(100, 108))
+    for number in range(8):
+        driver.add(f"idle {number}", prompt=[*shared, *range(200 + 10 * number, 208 + 10 * number)], when_idle=True)
+        driver.run()
+    again = driver.add("again", prompt=[*prompt, 7], max_tokens=1)
+    beside = driver.add("beside", prompt=[*shared, 7], max_tokens=1)
+    driver.run()
+    assert (again.num_cached_tokens, beside.num_cached_tokens) == (16, 8)
+
+
 def test_their_steps_stay_short_because_a_request_may_come() -> None:
     driver = Driver(step_target_ms=10, max_num_batched_tokens=2000, max_model_len=4000, num_blocks=2000)
     driver.add("idle", prompt=3000, max_tokens=1, when_idle=True)
