@@ -148,10 +148,19 @@ def _check_may_go(config: TandemConfig, state: ClusterState, facts: Facts, recor
     check_limits(config, role, size - 1)
     if not role.writes_answers:
         return
-    others = (node for node in state.nodes if node.role.writes_answers and node.node_id != record.node_id)
-    if not any(facts.is_ready(node.node_id) for node in others):
+    others = [
+        node
+        for node in state.nodes
+        if node.role.writes_answers and node.node_id != record.node_id and facts.is_ready(node.node_id)
+    ]
+    if not others:
         raise ConfigurationError(
             f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}={size + 1}` first"
+        )
+    if state.rollout is not None and all(node.revision != record.revision for node in others):
+        raise Unavailable(
+            f"a rollout is running, and {record.node_id} is the last node with its configuration that can decode: drain it when it is "
+            "over (`tandem status`)"
         )
     check_writers(state.resized(role, -1))  # a rollout takes the others away
 

@@ -62,6 +62,8 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
         rig.node("decode-2").mute.clear()
         await rig.clock.advance(20.0)
         assert rig.routed == {"prefill-0", "decode-1", "decode-2"}
+        with pytest.raises(Unavailable, match="decode-1 is the last node with its configuration that can decode"):
+            await rig.controller.drain_node("decode-1", 1.0)  # the new one may fail yet
         rig.node("prefill-1").may_start.set()
         rig.node("decode-3").may_start.set()
         await rig.clock.advance(60.0)
