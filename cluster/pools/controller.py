@@ -31,7 +31,7 @@ from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
-from tandem.cluster.pools.wings import Joints, join_wings
+from tandem.cluster.pools.wings import Foresight, Joints, join_wings
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -238,16 +238,16 @@ class Controller:
         return lines
 
     async def foretell(self, wanted: dict[Role, int]) -> Expectation:
-        await self.pools.has_read.wait()
-        if self._joints.foresight is None:
-            raise ConfigurationError("this installation foretells nothing")
-        return await self._joints.foresight.foretell(wanted)
+        return await (await self._foresight()).foretell(wanted)
 
     async def cores(self, wanted: dict[Role, int]) -> CoresView:
+        return (await self._foresight()).cores(wanted)
+
+    async def _foresight(self) -> Foresight:
         await self.pools.has_read.wait()
         if self._joints.foresight is None:
             raise ConfigurationError("this installation foretells nothing")
-        return self._joints.foresight.cores(wanted)
+        return self._joints.foresight
 
     def _foretell_change(self, new: ClusterState, *, by_load: bool = False) -> None:
         if self._joints.foresight is not None:

@@ -422,12 +422,10 @@ class RequestLife:
             self._look_for_room(attempt, self.attempt.decode)
             if self.attempt is attempt:
                 self._arm()
-        elif name == "failover_wait":
-            self._metrics.deadlines.inc(name)
-            self.fail(self._waited_for_none())
         else:
             self._metrics.deadlines.inc(name)
-            self.fail(DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows"))
+            too_long = DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows")
+            self.fail(self._waited_for_none() if name == "failover_wait" else too_long)
 
     def _waited_for_none(self) -> TandemError:
         if not isinstance(self._last_failure, NodeLost):
