@@ -24,6 +24,8 @@ def check_files(path: str) -> None:
     if source.gguf_file is None:
         _check_json(source)
     files = weight_files(source)
+    if not files:
+        raise ConfigurationError(f"{path} has no weights: there is no .safetensors file in that folder")
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigurationError(
             f"{path} has {len(files) - len(missing)} of {len(files)} weight files; {missing[0]} is missing: fetch the others"

@@ -23,10 +23,12 @@ from tandem.cluster.describe import format_size
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import draft_place
-from tandem.cluster.models.store import Model, check_name, find_model, models_folder, weight_files
+from tandem.cluster.models.store import Model, check_name, find_model, models_folder
 from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_nodes
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings.combined import SettingsError
+from tandem.engine.model.content import weight_files
+from tandem.engine.model.source import find_source
 from tandem.http_server.certificate import check_before_use
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
@@ -175,10 +177,6 @@ def check_model_here(name: str, revision: str = "") -> Model | None:
     check_name(name, revision)
     found = find_model(name)
     if found is not None:
-        if not weight_files(found.path):
-            raise ConfigurationError(
-                f"model.path {name!r} has no weights: there is no .safetensors file in that folder"
-            )
         check_files(found.path)
     return found
 
@@ -192,7 +190,7 @@ def _weights_bytes(name: str) -> int:
     """Returns 0 if the model is not on this machine; other checks report a wrong name."""
     try:
         found = find_model(name)
-        return sum(file.stat().st_size for file in weight_files(found.path)) if found is not None else 0
+        return sum(file.stat().st_size for file in weight_files(find_source(found.path))) if found is not None else 0
     except (ConfigurationError, OSError):
         return 0
 

@@ -119,14 +119,6 @@ def _check_gguf_folder(folder: Path, name: str, setting: str) -> None:
         )
 
 
-def weight_files(path: str) -> list[Path]:
-    model = Path(path)
-    if model.is_file():
-        return [model]
-    pattern = "*.safetensors" if (model / "config.json").is_file() else "*.gguf"
-    return [file for file in model.glob(pattern) if file.is_file()]
-
-
 def tokenizer_folder(path: str) -> str:
     return str(Path(path).parent) if path.endswith(".gguf") else path
 

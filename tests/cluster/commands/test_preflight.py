@@ -83,10 +83,24 @@ def mistakes(config: TandemConfig, machine: LocalMachine | None = None) -> list[
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
+    (tmp_path / "config.json").write_text("{}")
     (said,) = mistakes(config_of(tmp_path))
     assert "has no weights: there is no .safetensors file" in said
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
+    (said,) = mistakes(config_of(tmp_path))
+    assert "has 0 of 1 weight files; model.safetensors is missing" in said
+
+
+def test_all_parts_of_a_gguf_file_count_for_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for part in (1, 2):
+        with (tmp_path / f"m-0000{part}-of-00002.gguf").open("wb") as file:
+            file.write(b"GGUF\3\0\0\0")
+            file.truncate(3 << 30)
+    config = config_of(tmp_path / "m-00001-of-00002.gguf")
+    assert mistakes(config, LocalMachine(cores=(0, 1), free_memory=64 << 30)) == []
+    (said,) = mistakes(config, LocalMachine(cores=(0, 1), free_memory=10 << 30))
+    assert "need at least 15.1 GiB" in said
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
