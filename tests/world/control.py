@@ -402,8 +402,8 @@ class Schedule:
     # ── what must hold at every step ──
 
     def _on_load(self, process: ControllerProcess, data: bytes | None) -> None:
-        """A record whose answer was lost counts once another controller has read it."""
-        if data is not None and process is not self.ray.store.writer:
+        """A record whose answer was lost counts once another controller has read it, unless that one only learns that it was replaced."""
+        if data is not None and process is not self.ray.store.writer and process not in self.replaced:
             self.kept = state.decode(data)
 
     def _on_turn(self, process: ControllerProcess, before: ControllerProcess | None, has_read: bool) -> None:

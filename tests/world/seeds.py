@@ -38,5 +38,6 @@ FOUND_IN_CONTROL = {
     3949098090: "a controller that was stopped while it looked for a process created it after its successor had ended the deployment",
     1714867158: "the world's: what a new controller records of what it read is no order that may have to be taken back",
     3131166648: "an operator drained the last old node that decodes in a rollout whose new nodes died later",
+    5100000168: "the world's: a controller that only learnt that it was replaced had read a record whose answer was lost",
     901151483: "the world's: a node that had started again, and was not announced yet, counted as one that served",
 }
