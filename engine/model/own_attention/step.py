@@ -74,6 +74,11 @@ class _Part(msgspec.Struct, frozen=True):
     reads: dict[int, Reads]  # by group
     masks: dict[tuple[int, int | None], torch.Tensor]  # by group and the layer's own window
 
+    @property
+    def before(self) -> int:
+        """The request's tokens that were computed before this step."""
+        return self.context - (self.end - self.start)
+
 
 class OwnStep:
     """All these layers' attention in one step. See tandem.engine.model.caches.KeptTokens."""
@@ -95,6 +100,8 @@ class OwnStep:
         self._sums = {layer.index: layer.sums for layer in layers}
         groups = {(kept.plan.group_of_layer[layer.index], layer.window) for layer in layers}
         self._parts = [self._part(request, groups, dtype) for request in range(batch.num_requests)]
+        # A request may read blocks that another one fills in this step. Those are of tokens before its own first row, so it comes later.
+        self._turns = sorted(range(len(self._parts)), key=lambda request: self._parts[request].before)
         self._now = self._parts[0]
 
     def _part(self, request: int, groups: set[tuple[int, int | None]], dtype: torch.dtype) -> _Part:
@@ -116,18 +123,19 @@ class OwnStep:
         rows, before = self._parts[-1].end, self._cache.before
         if self._hooks is not None:
             self._hooks.wait_for_layer_load(layer.index)
-        outs = []
+        outs: list[Any] = [None] * len(self._parts)
         self._cache.kept = self
         if layer.sums is not None:
             self._cache.layers[layer.index] = _Unsummed(self, layer.index, layer.sums)
         try:
-            for part in self._parts:
-                self._now, self._cache.before = part, part.context - (part.end - part.start)
+            for request in self._turns:
+                part = self._parts[request]
+                self._now, self._cache.before = part, part.before
                 of_part = RowsOf(part.start, part.end, rows, as_batch=False)
                 arguments = {name: of_part(value) for name, value in given.arguments.items()}
                 mine = inspect.BoundArguments(given.signature, OrderedDict(arguments))
                 mine.arguments[MASK] = part.masks[group, layer.window]
-                outs.append(forward(*mine.args, **mine.kwargs))
+                outs[request] = forward(*mine.args, **mine.kwargs)
         finally:
             self._cache.kept, self._cache.before = None, before
         if self._hooks is not None:

@@ -26,10 +26,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.core import Engine
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.own_attention.step import places_for
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
 
@@ -211,6 +216,9 @@ def _serve(model_type: str, folder: Path, prompts: list[list[int]], expected: li
         for req_id, tokens in _disturbed(runner, prompts[-1], expected[-1], _load(folder) if moves else None).items():
             if tokens != expected[-1]:
                 return Outcome(model_type, "wrong", f"{req_id}: {tokens} for {expected[-1]}")
+        for req_id, tokens in _at_once(runner, prompts[-1]).items():
+            if tokens != expected[-1]:
+                return Outcome(model_type, "wrong", f"{req_id} of the same prompt at once: {tokens} for {expected[-1]}")
     attending = {layer for group in info.groups if group.kind is not AttentionKind.STATE for layer in group.layers}
     states = info.groups[-1].layers if info.state_blocks else ()
     native = isinstance(runner.forward, NativeLlamaForward)
@@ -256,6 +264,22 @@ def _disturbed(
         driver.step({"guessed": guessed.pending})
     driver.drafts = {}
     return answers | driver.generate(NUM_TOKENS, max_chunk=1)
+
+
+def _at_once(runner: TorchRunner, prompt: list[int]) -> dict[str, list[int]]:
+    """The same prompt twice in one step: the second request reads blocks that the first one fills in it."""
+    info = runner.info
+    cache, config = CacheConfig(block_size=4), SchedulerConfig(max_num_seqs=6, max_model_len=info.max_model_len)
+    scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len)
+    engine = Engine(scheduler, runner, None)
+    answers: dict[str, list[int]] = {"first": [], "second": []}
+    for name in answers:
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        engine.add_request(made_request(name, prompt, sampling, block_hasher=scheduler.block_hasher))
+    while scheduler.has_unfinished_requests():
+        for update in engine.step().updates:
+            answers[update.request_id] += update.token_ids
+    return answers
 
 
 def attends_by_itself(forward: object) -> bool:

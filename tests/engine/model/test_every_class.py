@@ -12,7 +12,7 @@ from tests.engine.model import every_class
 from tests.more import more
 
 # One of each kind of answer, and of each way to compute.
-TYPES = ("llama", "gpt2", "qwen3_next", "bloom", "moshi", *more(["deepseek_v3", "mamba2"]))
+TYPES = ("llama", "gpt2", "qwen3_next", "bloom", "moshi", "falcon", *more(["deepseek_v3", "deepseek_v32", "mamba2"]))
 
 
 def test_the_page_lists_every_class_there_is() -> None:
