@@ -71,6 +71,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/scheduling/test_tiers.py",
             "tests/engine/test_tiers_text.py",
             "tests/node/test_node_tiers.py",
+            "tests/integration/test_pairs_random.py",
             "tests/integration/test_ranks_random.py",
             "tests/integration/test_restarted_readers.py",
             "tests/integration/test_serve_tiers.py",
@@ -127,6 +128,7 @@ WINGS: dict[str, Wing] = {
         (
             "tests/engine/model/divided/",
             "tests/integration/test_divided_handover.py",
+            "tests/integration/test_pairs_random.py",
             "tests/integration/test_ranks_random.py",
             "tests/integration/test_serve_divided.py",
         ),

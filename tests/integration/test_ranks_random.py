@@ -16,7 +16,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,8 +33,9 @@ from tandem.kvtransfer.offload.cpu import CopyThread
 from tandem.kvtransfer.offload.ranks import RankTiers
 from tandem.node.ranks import group
 from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.model import ranks_here, tiny
-from tests.integration.one_engine import PATIENT, OneEngine
+from tests.integration.one_engine import PATIENT, OneEngine, one_token
 from tests.more import more
 
 REQUESTS = 20
@@ -164,12 +165,13 @@ class Late:
 @dataclasses.dataclass
 class Asked:
     prompt: list[int]
-    count: int
+    sampling: SamplingParams
     at: str  # "both", "p" or "c"
+    lora: str | None = None
     answer: list[int] = dataclasses.field(default_factory=list)
     first: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
     aborted: bool = False
-    handed: bool = False
 
 
 class RankRun:
@@ -177,13 +179,9 @@ class RankRun:
         self, number: int, folder: Path, path_of: Callable[[str], Path], alone: Callable[[str, str], OneEngine]
     ) -> None:
         self.draw = draw = random.Random(number)
-        self.kind = draw.choice([*KINDS, "wide-llama"])
-        ways = [ONE, *KINDS[self.kind]]
-        self.ways = draw.choice(ways), draw.choice(ways)
-        if self.ways == (ONE, ONE):
-            self.ways = draw.choice(KINDS[self.kind]), ONE
+        self.kind, self.ways = self.draw_nodes()
         self.blocks = draw.choice([(4, 4), (4, 4), (8, 4), (4, 8)])
-        self.kept = "fp8" if "deepseek" not in self.kind and draw.random() < 0.15 else "auto"
+        self.kept = "fp8" if self.may_be_fp8() and draw.random() < 0.15 else "auto"
         self.path = path_of(self.kind)
         self.alone = alone(self.kind, self.kept)
         self.direction = draw.choice(["push", "push", "pull"])
@@ -202,10 +200,26 @@ class RankRun:
         )
         self.least_rows = draw.choice([1, 2, 8])
         self.folder = folder
+        self.adapters: Mapping[str, str] = {}
         self.tiers: list[list[TierConfig]] = []
         self.asked: dict[str, Asked] = {}
         self.prefixes = [[draw.randrange(5, tiny.VOCAB) for _ in range(60)] for _ in range(3)]
         self.until = time.monotonic() + PATIENCE_S
+
+    def draw_nodes(self) -> tuple[str, tuple[Way, Way]]:
+        kind = self.draw.choice([*KINDS, "wide-llama"])
+        ways = [ONE, *KINDS[kind]]
+        drawn = self.draw.choice(ways), self.draw.choice(ways)
+        return kind, drawn if drawn != (ONE, ONE) else (self.draw.choice(KINDS[kind]), ONE)
+
+    def may_be_fp8(self) -> bool:
+        return "deepseek" not in self.kind
+
+    def draw_sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.draw.randrange(1, 14), temperature=0.0, ignore_eos=True)
+
+    def draw_adapter(self) -> str | None:
+        return None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.kept}, {self.ways}, blocks {self.blocks}, {self.config}, {self.tiers}"
@@ -214,24 +228,25 @@ class RankRun:
         draw, way = self.draw, self.ways[index]
         info = self.alone.engine.runner.info
         block_bytes = self.alone.engine.runner.kv_cache[0].nbytes * self.blocks[index] // 4
-        groups = len(info.groups)
-        sizes = (draw.choice([30, 200]) * groups, 300 * groups)
+        groups, states = len(info.groups), info.state_blocks
+        sizes = (draw.choice([30, 200]) * groups + 20 * states, 300 * groups + 40 * states)
         cpu = TierConfig(cpu=sizes[0] * block_bytes * way.width)
         disk = TierConfig(disk=str(self.folder / f"{index}"), size=sizes[1] * (block_bytes + 4096) * way.width)
         tiers = draw.choice([[], [], [cpu], [disk], [cpu, disk]])
         self.tiers.append(tiers)
-        num_blocks = draw.choice([42, 55, 80]) * 4 // self.blocks[index] * groups + 2
+        num_blocks = draw.choice([42, 55, 80]) * 4 // self.blocks[index] * groups + 2 + 12 * states
         scheduler = SchedulerConfig(
             max_num_batched_tokens=draw.choice([16, 48, 90]),
             max_num_seqs=draw.choice([2, 4, 6]),
             max_model_len=160,
             num_speculative_tokens=draw.choice([0, 0, 2]),
+            max_loras=len(self.adapters),
             async_scheduling=draw.choice([AsyncScheduling.ALWAYS, AsyncScheduling.NEVER]),
         )
         return OneEngine.start(
             self.path, "pc"[index], self.blocks[index], self.config, scheduler=scheduler, memory_bytes=8 << 20,
             kept=self.kept, prefix_caching=bool(tiers) or draw.random() < 0.8, tiers=tiers, num_blocks=num_blocks, width=way.width,
-            stages=way.stages, contexts=way.contexts, apart=way.apart,
+            stages=way.stages, contexts=way.contexts, apart=way.apart, checkpoint_tokens=32, adapters=self.adapters,
         )  # fmt: skip
 
     def run(self) -> str:
@@ -282,22 +297,27 @@ class RankRun:
         before = self.asked.get(str(draw.randrange(int(name) + 1)))
         if before is not None and before.answer and draw.random() < 0.4 and len(before.prompt) < 90:
             prompt = [*before.prompt, *before.answer, draw.randrange(5, tiny.VOCAB)]
-        asked = Asked(prompt, draw.randrange(1, 14), draw.choice(["both", "both", "both", "p", "c"]))
+        asked = Asked(
+            prompt, self.draw_sampling(), draw.choice(["both", "both", "both", "p", "c"]), self.draw_adapter()
+        )
         self.asked[name] = asked
         producer, consumer = self.nodes
         if asked.at != "both":
-            self.nodes["pc".index(asked.at)].add(name, prompt, asked.count, None)
+            self.nodes["pc".index(asked.at)].add(name, prompt, 0, None, sampling=asked.sampling, lora=asked.lora)
             return
         assert producer.address
         assert consumer.address
         consume = KVTransferParams(f"t-{name}", TransferRole.CONSUME, producer.address)
         produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
 
-        def begin(node: OneEngine, count: int, params: KVTransferParams) -> None:
+        def begin(node: OneEngine, sampling: SamplingParams | None, params: KVTransferParams) -> None:
             if not asked.aborted:
-                node.add(name, prompt, count, params)
+                node.add(name, prompt, 0, params, sampling=sampling, lora=asked.lora)
 
-        halves = [lambda: begin(consumer, asked.count, consume), lambda: begin(producer, 1, produce)]
+        halves = [
+            lambda: begin(consumer, asked.sampling, consume),
+            lambda: begin(producer, one_token(asked.sampling), produce),
+        ]
         if draw.random() < 0.3:
             halves.reverse()
         halves[0]()
@@ -326,17 +346,30 @@ class RankRun:
             assert update.error is None, (update.request_id, update.error)
             of_producer = asked.at == "both" and node is self.nodes[0]
             (asked.first if of_producer else asked.answer).extend(update.token_ids)
+            if not of_producer:
+                asked.finish = update.finish or asked.finish
         if not result.progressed and not node.engine.scheduler.has_work():
             node.woken.wait(0.002)
 
     def check(self) -> None:
         for name, asked in self.asked.items():
-            expected = self.alone.answer(f"{id(self)}-{name}", asked.prompt, asked.count)
-            found = asked.answer
+            right = self.answered_alone(f"{id(self)}-{name}", asked)
+            expected, found = right.answer, asked.answer
             if asked.aborted:
                 expected = expected[: len(found)]
+            else:
+                assert asked.finish == right.finish, f"request {name}: {asked}"
             assert found == expected, f"request {name}: {asked}"
             assert asked.first in ([], expected[:1]) or asked.aborted, f"request {name}: {asked}"
+
+    def answered_alone(self, name: str, asked: Asked) -> Asked:
+        right = dataclasses.replace(asked, answer=[])
+        self.alone.add(name, asked.prompt, 0, None, sampling=asked.sampling, lora=asked.lora)
+        while self.alone.engine.scheduler.has_unfinished_requests():
+            for update in self.alone.engine.step().updates:
+                right.answer += update.token_ids
+                right.finish = update.finish
+        return right
 
 
 @pytest.fixture(scope="module")
