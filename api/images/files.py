@@ -22,6 +22,9 @@ from tandem.wire.images import FORMATS, open_image, upright_rgb
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 _TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _SAME = {"MPO": "JPEG"}  # a JPEG with further pictures after the first, as some cameras write
+# Each scan of a JPEG goes over all its pixels, and may have thirty bytes: a small file could keep a router and a node for hours.
+# Progressive ones have about ten. These two bytes begin a scan, and stand elsewhere only in what a camera adds.
+_SCAN, _MOST_SCANS = b"\xff\xda", 50
 _FEWEST_PIXELS = 4  # of a side: processors take a shorter one for the colours
 _LONGEST_RATIO = 200  # of the longer side to the shorter
 
@@ -81,6 +84,8 @@ def _checked(part: ImagePart, data: bytes, declared: str, limits: RequestLimits)
     kind = _SAME.get(image.format or "", image.format)
     if kind not in FORMATS or kind != _TYPES[declared]:
         raise _refusal(part, f"says that it is {declared}, and is {kind}")
+    if kind == "JPEG" and (scans := data.count(_SCAN)) > _MOST_SCANS:
+        raise _refusal(part, f"is drawn in {scans} scans, more than {_MOST_SCANS}: save it again")
     width, height = image.size
     if width * height > limits.image_pixels:
         raise _refusal(part, f"has {width} x {height} pixels, more than {limits.image_pixels}: send a smaller copy")

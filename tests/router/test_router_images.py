@@ -257,6 +257,20 @@ def test_what_is_no_image_is_refused_with_the_reason(router: RunningRouter) -> N
     assert not any(node.submits for node in router.nodes.values())
 
 
+def drawn_again(times: int) -> bytes:
+    """A small JPEG whose last scan comes so many times more."""
+    file = saved("RGB", "JPEG", progressive=True)
+    last = file[file.rindex(b"\xff\xda") : -2]
+    return file[:-2] + times * last + file[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(router: RunningRouter) -> None:
+    assert ask(router, image(data_url(drawn_again(20), "image/jpeg"))).status_code == 200
+    answer = ask(router, image(data_url(drawn_again(60), "image/jpeg")))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+    assert "scans, more than 50" in answer.json()["error"]["message"]
+
+
 def test_further_refusals(router: RunningRouter) -> None:
     good = image(data_url(GOOD))
     assert "at most 3 images" in ask(router, *[good] * 4).json()["error"]["message"]
