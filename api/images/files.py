@@ -22,6 +22,12 @@ from tandem.wire.images import FORMATS, open_image, upright_rgb
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 _TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _SAME = {"MPO": "JPEG"}  # a JPEG with further pictures after the first, as some cameras write
+# Each scan of a JPEG goes over all its pixels, and may have thirty bytes: a small file could keep a router and a node for hours.
+# Progressive ones have about ten. These two bytes begin a scan, and stand elsewhere only in what a camera adds.
+_SCAN, _MOST_SCANS = b"\xff\xda", 50
+# Each part before the pixels begins with such a byte, and Pillow goes over these parts in Python. The pixels of a file of 8 MiB have
+# about 23,000.
+_PART, _MOST_PARTS = b"\xff", 200_000
 _FEWEST_PIXELS = 4  # of a side: processors take a shorter one for the colours
 _LONGEST_RATIO = 200  # of the longer side to the shorter
 
@@ -74,6 +80,11 @@ def _decoded(part: ImagePart, limits: RequestLimits) -> tuple[bytes, str]:
 
 
 def _checked(part: ImagePart, data: bytes, declared: str, limits: RequestLimits) -> ImageFile:
+    if data.startswith(b"\xff\xd8"):  # a JPEG, which opening would read up to its pixels
+        if (scans := data.count(_SCAN)) > _MOST_SCANS:
+            raise _refusal(part, f"is drawn in {scans} scans, more than {_MOST_SCANS}: save it again")
+        if data.count(_PART) > _MOST_PARTS:
+            raise _refusal(part, f"has more than the {_MOST_PARTS} marks that a JPEG may have: save it again")
     try:
         image = open_image(data)
     except DecompressionBombError as error:

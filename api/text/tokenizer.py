@@ -211,7 +211,9 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(str(path)).backend_tokenizer
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False
+        ).backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(f"{path} has no tokenizer.json, and none could be made: {error}") from error
     return backend

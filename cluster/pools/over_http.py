@@ -28,6 +28,7 @@ _CODE_OF_POOLS = ("env", "transfer_options", "engine_args")
 _PATHS = (
     "hidden_states_folder",
     "trace_folder",
+    "batches_folder",
     "disk",
     "api_keys_file",
     "receipt_key_file",
@@ -111,7 +112,7 @@ def _is_path(text: str, setting: str = "") -> bool:
     if setting in _PATHS:
         return True
     if setting == "chat_template":
-        return "{" not in text  # else it is the template itself
+        return "{{" not in text and "{%" not in text  # else it is the template itself
     return text.startswith(("/", "~", ".", "ipc:", "file:")) or ".." in text.split("/")
 
 

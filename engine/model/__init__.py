@@ -6,7 +6,8 @@ capabilities    what a model may be loaded with; wings has the table of them
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/; its optional parts
                 are parts, and embeds is the one for rows that a request brought
-adapter_book    which LoRA adapters a node has, whatever its engine; peft_folder reads one as PEFT writes it
+adapter_book    which LoRA adapters a node has, whatever its engine; peft_folder reads one as PEFT writes it,
+                peft_patterns tries its regular expressions
 adapters        the contract of LoRA adapters with fused layers
 shard           this process's rank, and the collectives that reach the other ranks
 observed        the hidden states that some wings read

@@ -9,6 +9,7 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
+from tandem.engine.model.peft_folder import CONFIG_FILE as ADAPTER_FILE
 from tandem.engine.model.plain_config import PlainConfig, read_plain_config
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.tensor_files import open_tensors
@@ -41,6 +42,12 @@ _SERVED_LAYER_TYPES = {
 def read_config(source: ModelSource) -> Any:
     """Reads transformers' configuration, or an equivalent plain one. Raises a ConfigurationError for a model that is known not to work,
     before any weight is read."""
+    if source.gguf_file is None and (source.folder / ADAPTER_FILE).exists():
+        # transformers would add it to the model where PEFT is installed, and the model's digest would not tell.
+        raise ConfigurationError(
+            f"{source.name} cannot be served: its folder has an adapter beside the model ({ADAPTER_FILE}), and whether it belongs to it is "
+            "not known. Move it to a folder of its own, and name that in model.adapters to serve it"
+        )
     plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
     if plain is not None:
         return plain

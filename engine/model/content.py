@@ -77,12 +77,17 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def _indexed(file: Path) -> set[str]:
+    """The files that an index names. Raises a ConfigurationError for one elsewhere: who wrote the index does not choose what is read here."""
     try:
-        return set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values())
+        named = set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values())
     except FileNotFoundError:
         return set()
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}") from error
+    for name in named:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigurationError(f"{file} names {name[:200]}, which is not in its folder: fetch the model again")
+    return named
 
 
 def _is_quantized(source: ModelSource) -> bool:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.peft_patterns import Pattern, try_patterns
 from tandem.wire.adapters import MISTAKES_SHOWN
 
 CONFIG_FILE = "adapter_config.json"
@@ -28,6 +29,8 @@ _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 ALL_LINEAR = "all-linear"
+# How the configuration's patterns are matched with a layer's name.
+_NUMBERED, _NAMED = r".*\.{}\.(\d+)\.", r"(.*\.)?({})$"
 # These initialisations change the base model's own weights, and the adapter is correct only with the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -100,9 +103,18 @@ class PeftConfig(msgspec.Struct, frozen=True):
     def _number_of(self, layer: str) -> int | None:
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         for pattern in patterns or [r"[^.]*"]:
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", layer):
+            if found := re.match(_NUMBERED.format(pattern), layer):
                 return int(found[1])
         return None
+
+    @property
+    def patterns(self) -> list[Pattern]:
+        """What is matched with layers' names as regular expressions."""
+        whole = [names for names in (self.target_modules, self.exclude_modules) if isinstance(names, str)]
+        numbered = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
+        begun = [_NUMBERED.format(each) for each in numbered]
+        begun += [_NAMED.format(each) for each in {*self.rank_pattern, *self.alpha_pattern}]
+        return [*(("fullmatch", each) for each in whole if each != ALL_LINEAR), *(("match", each) for each in begun)]
 
     def scale(self, layer: str) -> float:
         rank = self.rank(layer)
@@ -123,7 +135,7 @@ def _named(names: str | list[str] | None, layer: str) -> bool:
 
 def _by_pattern(patterns: Mapping[str, float], layer: str, otherwise: float) -> float:
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        if re.match(_NAMED.format(pattern), layer):
             return value
     return otherwise
 
@@ -144,8 +156,9 @@ class PeftFolder(msgspec.Struct, frozen=True):
     pairs: dict[str, LayerPair]  # by the layer's name
 
 
-def read_peft_folder(name: str, folder: Path, max_rank: int) -> PeftFolder:
-    """Raises ConfigurationError for an adapter that no model can have, or whose rank is above `max_rank`."""
+def read_peft_folder(name: str, folder: Path, max_rank: int, layers: Collection[str] = ()) -> PeftFolder:
+    """Raises ConfigurationError for an adapter that no model can have, or whose rank is above `max_rank`. `layers`: the model's own, as far
+    as they are known."""
     about = f"the adapter {name!r} ({folder})"
     config_file, config = _read_config(about, folder)
     if (reason := config.unsupported()) is not None:
@@ -160,6 +173,7 @@ def read_peft_folder(name: str, folder: Path, max_rank: int) -> PeftFolder:
     except SafetensorError as error:
         raise ConfigurationError(f"{about}: {WEIGHTS_FILE} is damaged or cut short: {error}") from error
     pairs = _pairs(about, tensors)
+    try_patterns(about, config.patterns, {*pairs, *layers})
     try:
         _check_config(about, config, pairs)
     except re.error as error:

@@ -70,7 +70,9 @@ def tokenizer_json(source: ModelSource) -> str:
         from transformers import AutoTokenizer
 
         options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        backend = AutoTokenizer.from_pretrained(str(source.folder), **options).backend_tokenizer
+        backend = AutoTokenizer.from_pretrained(
+            str(source.folder), trust_remote_code=False, **options
+        ).backend_tokenizer
         text: str = backend.to_str()
         return text
     except Exception as error:  # transformers raises nearly everything for a tokenizer that it cannot convert

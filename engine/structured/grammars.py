@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ _KEPT = 256
 # What one grammar may cost in a step, which all requests share: a grammar that needs more fails its request and delays no other.
 # The costliest allowed grammar takes tens of milliseconds once; common schemas take a fraction of a millisecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 5_000}
+# The limits above count items, and not how often an item meets the others: with an ambiguous grammar that grows with the answer's
+# length, up to seconds for a token. So the processor's time counts, too: common schemas take less than SHARE_S for a token, and a grammar
+# that has taken MOST_BEYOND_S more than that in all fails its request.
+SHARE_S, MOST_BEYOND_S = 0.005, 0.25
 _WORD = 32
 # Plain words for the library's names of errors.
 _PLAIN = {"NoExtensionBias": "no text can follow it, such as one that refers to itself without an end"}
@@ -44,9 +49,11 @@ def _library() -> Any:
 class GrammarPosition:
     """The position of one text in its grammar. It can go forward and back."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, cpu_time: Callable[[], float]) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size  # the tokenizer's
+        self._cpu_time = cpu_time
+        self._beyond_s = 0.0
         self.num_tokens = 0
         self.num_certain = 0  # how many of them are no drafts
         # The place in the answer and the first token of the newest forced draft, how many in a row were not chosen, and how often
@@ -60,7 +67,9 @@ class GrammarPosition:
         InvalidRequest for a grammar that costs too much to follow."""
         # A token in the vocabulary's padding would put the matcher into an error state for good.
         known = list(itertools.takewhile(lambda token: token < self._vocab_size, token_ids))
+        began = self._cpu_time()
         taken: int = self._matcher.try_consume_tokens(known)
+        self._spend(began, len(known))
         self.num_tokens += taken
         if taken < len(known) and self._matcher.is_error():
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
@@ -75,7 +84,13 @@ class GrammarPosition:
     def fill(self, mask: BitMask) -> None:
         """Fills the mask of tokens that may come next. When the grammar is complete, these are the tokens that end the answer.
         Raises an InvalidRequest for a grammar that costs too much to follow."""
+        if self._beyond_s > MOST_BEYOND_S:
+            raise InvalidRequest(
+                "the answer's grammar failed: it has taken too much time, because a text has too many readings"
+            )
+        began = self._cpu_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._spend(began, 1)
         if self._matcher.is_error():
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
         if not mask.any():
@@ -87,6 +102,9 @@ class GrammarPosition:
         # In a copy, because what is too costly here must not fail the answer.
         found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
         return list(itertools.takewhile(lambda token: token < self._vocab_size, found))
+
+    def _spend(self, began: float, num_tokens: int) -> None:
+        self._beyond_s += max(0.0, self._cpu_time() - began - num_tokens * SHARE_S)
 
     def _why(self) -> str:
         lines = str(self._matcher.get_error()).strip().splitlines()
@@ -110,11 +128,14 @@ class TokenizerGrammars:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         limits: LLParserLimits | None = None,
+        cpu_time: Callable[[], float] = time.thread_time,
     ) -> None:
+        """`cpu_time`: how long the calling thread has computed."""
         self._tokenizer_json = tokenizer_json
         self.vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._limits = limits
+        self._cpu_time = cpu_time
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
@@ -137,7 +158,7 @@ class TokenizerGrammars:
         self._find(grammar)
 
     def begin(self, grammar: str) -> GrammarPosition:
-        return GrammarPosition(self._find(grammar).matcher.deep_copy(), self._loaded().vocab_size)
+        return GrammarPosition(self._find(grammar).matcher.deep_copy(), self._loaded().vocab_size, self._cpu_time)
 
     def _find(self, grammar: str) -> _Compiled:
         with self._lock:
@@ -158,7 +179,7 @@ class TokenizerGrammars:
             self._loaded(), library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
         # The first mask computes what the library computes lazily. All copies share it then.
-        GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
+        GrammarPosition(matcher, 0, self._cpu_time).fill(self.empty_masks(1)[0])
         return matcher
 
     def _loaded(self) -> LLTokenizer:

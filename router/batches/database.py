@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -104,9 +105,10 @@ class StoreFolder:
         if self._database is None:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.folder / "files").mkdir(exist_ok=True, mode=0o700)
-            database = sqlite3.connect(
-                self.folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
+            file = self.folder / "batches.sqlite"
+            # The folder may have been made by others, and be open to all. The files beside it that SQLite makes have its mode.
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            database = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             database.row_factory = sqlite3.Row
             database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
             self._database = database  # not before it has its tables: a disk may be full for a while

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tandem.api.text.segment_cache import LEAST_CHARACTERS, SegmentCache
 from tandem.api.text.tenant_cache import CacheOwner, TenantCache
 from tandem.api.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 from tandem.api.text.word_cache import _PATTERNS, MOST_NEW_WORDS, WordCache, keeps_words
+from tandem.base.errors import ConfigurationError
 from tests.small_model import CORPUS, CountedBackend
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
@@ -339,3 +342,18 @@ def test_an_added_token_that_looks_at_spaces_forbids_words(token: AddedToken) ->
 def test_a_normalizer_that_may_make_spaces_forbids_words() -> None:
     assert not keeps_words(byte_level(KINDS["byte level"](), normalizer="lower"))
     assert not keeps_words(byte_level(KINDS["byte level"](), normalizer="strip"))
+
+
+def test_a_tokenizer_s_own_code_never_runs_whatever_the_terminal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on the terminal unless it is told."""
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigurationError, match="has no tokenizer"):
+        Tokenizer.from_folder(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tandem.api.images.files import ImageFile
+from tandem.api.images.files import ImageFile, read_file
 from tandem.api.images.reader import image_reader
 from tandem.api.openai.chat_request import ImagePart
 from tandem.api.settings import RequestLimits
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.errors import InvalidImage
 from tandem.router.config import Limits
 from tandem.wire.images import digest_of_image
 from tests.pictures import (
@@ -255,6 +256,30 @@ def test_what_is_no_image_is_refused_with_the_reason(router: RunningRouter) -> N
         assert error["message"].startswith("messages[0].content[1]: the image ")
         assert error["param"] == "messages[0].content[1]"
     assert not any(node.submits for node in router.nodes.values())
+
+
+def drawn_again(times: int) -> bytes:
+    """A small JPEG whose last scan comes so many times more."""
+    file = saved("RGB", "JPEG", progressive=True)
+    last = file[file.rindex(b"\xff\xda") : -2]
+    return file[:-2] + times * last + file[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(router: RunningRouter) -> None:
+    assert ask(router, image(data_url(drawn_again(20), "image/jpeg"))).status_code == 200
+    answer = ask(router, image(data_url(drawn_again(60), "image/jpeg")))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+    assert "scans, more than 50" in answer.json()["error"]["message"]
+
+
+def test_a_jpeg_of_many_parts_is_refused_before_it_is_opened() -> None:
+    """A part of four bytes takes as long as any other."""
+    file = saved("RGB", "JPEG")
+    for of_nothing in (b"\xff\xe2\x00\x02", b"\xff\x00", b"\xff\xff"):
+        many = file[:2] + of_nothing * 200_001 + file[2:]
+        part = ImagePart(url=data_url(many, "image/png"), where="here")
+        with pytest.raises(InvalidImage, match="marks that a JPEG may have"):
+            read_file(part, RequestLimits())
 
 
 def test_further_refusals(router: RunningRouter) -> None:

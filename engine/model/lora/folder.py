@@ -23,7 +23,7 @@ def read_adapter(
 ) -> Adapter:
     """Reads and checks an adapter. `layers` has the inputs and outputs of the layers that it may change, `unfit` why it must not change
     others. Raises a ConfigurationError."""
-    read = read_peft_folder(name, folder, max_rank)
+    read = read_peft_folder(name, folder, max_rank, layers)
     _check_layers(read, layers, unfit)
     updates = {layer: _update(read, layer, layers[layer], dtype) for layer in read.pairs}
     return Adapter(name, read.digest, updates)

@@ -45,7 +45,10 @@ class StoredBlocks:
         kind = self._kinds.get(name)
         if kind not in library.BLOCKS:
             return None
-        rows = BlockRows(np.ascontiguousarray(self._file.get_tensor(name)), kind)
+        data = np.ascontiguousarray(self._file.get_tensor(name))
+        if data.ndim != 2 or data.dtype != np.uint8:  # the library would read beyond what there is
+            return None
+        rows = BlockRows(data, kind)
         if rows.shape != tuple(weights.shape) or weights.dtype not in (torch.float32, torch.bfloat16):
             return None
         return rows if torch.equal(library.widen(rows, weights.dtype), weights) else None

@@ -143,6 +143,12 @@ def finish_loading(
                 log.warning("%s: some matrices take as much memory as in %s: %s", source.name, dtype, reason)
         kept += made is not None
         replacing: nn.Linear | KernelLinear = made or _as_linear(tensors, module.checkpoint, dtype)
+        outputs = replacing.outputs if isinstance(replacing, KernelLinear) else replacing.out_features
+        if replacing.bias is not None and replacing.bias.shape != (outputs,):  # torch would spread one number over all
+            raise ConfigurationError(
+                f"{source.name} cannot be served: {name}.bias is {tuple(replacing.bias.shape)} in its checkpoint, and ({outputs},) by its "
+                "matrix"
+            )
         if isinstance(module, QuantizedPart):
             replacing.out_features, replacing.in_features = module.out_features, module.in_features
         _put(model, name, replacing)

@@ -411,6 +411,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.adapters.a": {"model": {"adapters": {"a": "/home/b/adapter"}}},
     "model.hidden_states_folder": {"model": {"hidden_states_folder": "states"}},
     "scheduler.trace_folder": {"scheduler": {"trace_folder": "/var/traces"}},
+    "router.batches_folder": {"router": {"batches_folder": "batches"}},
     "router.chat_template": {"router": {"chat_template": "/etc/passwd"}},
     "router.api_keys_file": {"router": {"api_keys_file": "keys"}},
     "router.tls_certificate": {"router": {"tls_certificate": "/root/c", "tls_key": "/root/k"}},

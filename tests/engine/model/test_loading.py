@@ -26,7 +26,7 @@ from tandem.engine.model.checkpoint import eos_tokens
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.memory import size_block_pool
-from tandem.engine.model.source import ModelSource
+from tandem.engine.model.source import ModelSource, tokenizer_json
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.kernels import library
@@ -189,6 +189,36 @@ def test_a_whole_file_beside_an_index_of_others_is_refused_where_transformers_wo
     assert "has model.safetensors, and model.safetensors.index.json that names other" in refusal(llama, native=False)
     (llama / "model.safetensors").unlink()
     assert greedy(load(llama, native=False)) == greedy(load(llama, native=True))
+
+
+def test_a_tokenizer_s_own_code_never_runs_for_a_grammar(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")  # transformers asks on the terminal unless it is told
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    (llama / "own.py").write_text(f"open({str(llama / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigurationError, match="no tokenizer that grammars can follow"):
+        tokenizer_json(ModelSource(llama, None, "llama"))
+    assert not (llama / "ran").exists()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_an_adapter_beside_a_model_is_refused_where_transformers_would_add_it(
+    tmp_path: Path, architecture: str
+) -> None:
+    """It does so only where PEFT is installed, so two nodes with models of one digest would compute different ones."""
+    folder = tiny.save(architecture, tmp_path)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    assert "an adapter beside the model (adapter_config.json)" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/dev/zero", "parts/../../model.safetensors"])
+def test_an_index_that_names_files_elsewhere_is_refused(llama: Path, name: str) -> None:
+    """The folder was fetched from somewhere, and must not say which of this machine's other files are read."""
+    files = dict.fromkeys(load_file(llama / "model.safetensors"), name)
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    for native in (True, False):
+        assert f"names {name}, which is not in its folder" in refusal(llama, native=native)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -247,6 +247,25 @@ def test_an_adapter_that_its_scale_makes_infinite_is_refused(
     assert "infinite in float32, in which this model computes" in refusal(llama, changed(llama, tmp_path, **config))
 
 
+ENDLESS = r"(\w|.)*!"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ENDLESS},
+        {"target_modules": f"(?i){ENDLESS}", "alpha_pattern": {"(": 3}},
+        {"exclude_modules": ENDLESS},
+        {"rank_pattern": {ENDLESS: 4}},
+        {"layers_to_transform": [0], "layers_pattern": ENDLESS},
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_refused_and_stops_no_thread(
+    llama: Case, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    assert "take more than 2 s to match" in refusal(llama, changed(llama, tmp_path, **config))
+
+
 def test_a_folder_that_is_no_adapter_is_refused(llama: Case, tmp_path: Path) -> None:
     assert "is no adapter" in refusal(llama, tmp_path)
     assert "is no adapter" in refusal(llama, llama.path)

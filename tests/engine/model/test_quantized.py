@@ -186,6 +186,17 @@ def test_biases_that_a_model_does_not_have_may_be_zeros_alone(native: bool, tmp_
         tokens_of(quantized, native=native)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["general", "native"])
+@pytest.mark.parametrize("kind", ["gptq", "compressed-fp8-rows"])
+def test_a_bias_of_another_size_is_refused(native: bool, kind: str, tmp_path: Path) -> None:
+    path, _ = files.save(kind, tmp_path, attention_bias=True)
+    tensors = files.load_file(path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.bias"] = torch.ones(1)
+    files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.self_attn\.k_proj\.bias is \(1,\) in its checkpoint"):
+        tokens_of(path, native=native)
+
+
 def test_scales_that_are_found_anew_are_left_aside(tmp_path: Path) -> None:
     quantized, ordinary = files.save("compressed-fp8-rows", tmp_path)
     tensors = files.load_file(quantized / "model.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import numpy
 import pytest
 import torch
 from gguf.quants import quantize
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.content import BLOCKS_FILE
-from tandem.engine.model.native.blocks import write_blocks
+from tandem.engine.model.native.blocks import StoredBlocks, write_blocks
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.kernels import library
 from tandem.kernels.library import BlockRows
@@ -84,3 +85,16 @@ def test_blocks_that_cannot_be_read_are_named(folder: Path) -> None:
     (folder / BLOCKS_FILE).write_bytes(b"none")
     with pytest.raises(ConfigurationError, match=rf"{BLOCKS_FILE} cannot be read.*Remove it"):
         computed(folder)
+
+
+@pytest.mark.parametrize("form", ["no bytes", "no bytes of blocks"])
+def test_what_only_looks_like_blocks_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The library reads as many bytes as the shape says, whatever there is."""
+    rows, inputs = 64, 64
+    shape = (rows, inputs // 32 * 18)
+    data = numpy.empty((*shape, 0), numpy.uint8) if form == "no bytes" else numpy.zeros(shape, numpy.int8)
+    write_blocks(tmp_path, {"weight": BlockRows(data, KIND)})
+    read: list[BlockRows] = []
+    monkeypatch.setattr(library, "widen", lambda rows, dtype: read.append(rows) or torch.zeros(1))
+    assert StoredBlocks(tmp_path).of("weight", torch.zeros(rows, inputs, dtype=torch.bfloat16)) is None
+    assert not read

@@ -5,6 +5,7 @@ The slow ones write dozens of whole answers, token by token.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from tandem.base.errors import InternalError, InvalidRequest
-from tandem.engine.structured.grammars import TokenizerGrammars
+from tandem.engine.structured.grammars import MOST_BEYOND_S, SHARE_S, TokenizerGrammars
 from tandem.wire.sampling import SamplingParams
 from tests.engine.structured.grammar_walks import (
     END,
@@ -190,6 +191,26 @@ def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> Non
     with pytest.raises(InvalidRequest, match="grammar failed"):
         go_on()
     assert position.num_tokens > 3
+
+
+@pytest.mark.parametrize(("token_s", "is_refused"), [(SHARE_S, False), (3 * SHARE_S, True)])
+def test_a_grammar_that_takes_too_much_time_fails_its_request_alone(token_s: float, *, is_refused: bool) -> None:
+    """The number of its items says little: each of them may meet all others."""
+    now = itertools.count()
+    timed = TokenizerGrammars(backend().to_str, vocabulary(), frozenset({END}), cpu_time=lambda: next(now) * token_s)
+    position, mask = timed.begin("start: /a*/"), timed.empty_masks(1)[0]
+
+    def go_on() -> None:
+        for _ in range(int(MOST_BEYOND_S / SHARE_S)):
+            position.fill(mask)
+            position.follow(encode("a"))
+
+    if is_refused:
+        with pytest.raises(InvalidRequest, match="too much time"):
+            go_on()
+    else:
+        go_on()
+    timed.begin("start: /a*/").fill(mask)
 
 
 COSTLY = costly_after("xqxqxqxqxqxq")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tandem.router.batches import runner, store, store_thread, uploads
-from tandem.router.batches.database import StoreFolder
+from tandem.router.batches.database import StoreFolder, transaction
 from tandem.router.batches.line_exchange import LineConnection
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.wing import Batches
@@ -527,4 +527,16 @@ def test_a_store_that_could_not_be_opened_is_opened_again(tmp_path: Path) -> Non
     assert not place.is_open
     (tmp_path / "batches.sqlite").unlink()
     assert place.database.execute("SELECT count(*) FROM jobs").fetchone()[0] == 0
+    place.close()
+
+
+def test_only_the_routers_user_reads_the_store_in_whatever_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "made before"
+    folder.mkdir(mode=0o755)
+    place = StoreFolder(folder)
+    with transaction(place.database) as database:
+        database.execute("INSERT INTO workers VALUES ('one', 1.0)")
+    beside = {path.name: path.stat().st_mode & 0o077 for path in folder.iterdir()}
+    assert {"batches.sqlite", "batches.sqlite-wal", "files"} <= beside.keys()
+    assert not any(beside.values()), beside
     place.close()
