@@ -99,7 +99,8 @@ def check_ray() -> Finding:
         return ok(f"{child.stdout.strip()}, starts and stops")
     return failed(
         f"it does not start: {last_line(child)}",
-        "see /tmp/ray/session_latest/logs; Ray needs to write to /tmp/ray and ~/.ray, and to listen on local ports",
+        f"see its logs in /tmp/tandem-{os.getuid()}/ray/session_latest/logs, or the same below TMPDIR if that is set; Ray needs to write "
+        "there and to ~/.ray, and to listen on local ports",
     )
 
 

@@ -207,6 +207,6 @@ def test_between_two_rays_without_a_record_no_command_guesses(monkeypatch: pytes
     runtime.import_ray()
     from ray._private import services
 
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"10.0.0.1:6379", "127.0.0.1:2"}))
-    with pytest.raises(ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"):
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"127.0.0.1:1", "127.0.0.1:2"}))
+    with pytest.raises(ConfigurationError, match=r"2 Ray clusters .*--address \(127\.0\.0\.1:1, 127\.0\.0\.1:2\)"):
         runtime.connect_to_ray(runtime.AUTO)
