@@ -233,7 +233,7 @@ def test_what_no_locale_can_read_is_passed_on(compiler: Path, tmp_path: Path) ->
     write_compiler(
         tmp_path / "fake-c++", '#!/bin/sh\ncase "$*" in --version) exit 0;; esac\nprintf "no \\377 flag" >&2\nexit 1\n'
     )
-    with pytest.raises(BuildFailed, match="no . flag"):
+    with pytest.raises(BuildFailed, match=r"no . flag"):
         library_path()
 
 
