@@ -187,7 +187,8 @@ def check_compiler() -> Finding:
     except BuildFailed as error:
         return warn(
             str(error),
-            "install g++ with its standard library; without native kernels CPU nodes are several times slower",
+            "install g++ with its standard library, and let this user write there (or set XDG_CACHE_HOME); without native kernels CPU nodes are "
+            "several times slower",
         )
 
 
