@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import subprocess
@@ -94,11 +95,10 @@ class OwnServer:
                 stream.close()
 
 
-def main() -> int:
+def main() -> None:
+    """The command, as `python -m tandem.cluster.cli` runs it, in a process that ends with its program."""
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    from tandem.cluster import cli
-
-    return cli.main()
+    runpy.run_module("tandem.cluster.cli", run_name="__main__", alter_sys=True)
 
 
 def _end_with_parent() -> None:
@@ -112,4 +112,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
