@@ -157,3 +157,22 @@ def test_no_model_is_converted_while_ray_has_a_limited_time_to_start(
     assert main(["serve", "--port", "0", "--kv-memory", "256MiB"]) == 1
     assert "Ray did not start" in capsys.readouterr().err
     assert not fetched
+
+
+def test_a_process_that_blocks_signals_can_be_interrupted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks and actors of Ray block SIGINT, and what they start inherits that."""
+
+    def start(when_imported: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise Unavailable("it goes on")
+
+    monkeypatch.setattr(serve, "start_ray", start)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        assert main(["serve", "--port", "0", "--kv-memory", "256MiB"]) == 130
+    finally:
+        signal.sigtimedwait([signal.SIGINT], 0)  # one that is still pending would end the tests
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert "stopped before it was ready" in capsys.readouterr().out
