@@ -143,9 +143,10 @@ def find_compiler() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "tandem" / "native"
+        # A relative one counts for nothing: it would be another folder wherever a command is typed.
+        return (base if base.is_absolute() else Path.home() / ".cache") / "tandem" / "native"
     except RuntimeError:
         raise BuildFailed(
             "this user has no home folder for the native library: set XDG_CACHE_HOME to a folder"

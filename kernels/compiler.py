@@ -40,7 +40,15 @@ def run(command: Sequence[str], ending: threading.Event | None = None) -> str:
     """Returns what the command prints. Ends it once it has used no processor time for Stillness.LIMIT_S, or when `ending` is set. Raises
     BuildFailed."""
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            # Its words name the library's folder: the same ones for a person's shell, for cron and for a service
+            env={**os.environ, "LC_ALL": "C"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        )
     except OSError as error:
         raise BuildFailed(f"{command[0]} did not run: {error}") from error
     still = Stillness(time.monotonic)

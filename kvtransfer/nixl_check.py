@@ -121,7 +121,7 @@ def _on_device(device: str) -> tuple[list[str], float]:
     """Moves between two processes, as nodes do: within one process UCX reaches a GPU's memory in another way."""
     agent, tensor = _agent_on("sender", device)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_LOG")}
-    command = [sys.executable, "-m", "tandem.kvtransfer.nixl_check", device, "receive"]
+    command = [sys.executable, "-P", "-m", "tandem.kvtransfer.nixl_check", device, "receive"]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as receiver:

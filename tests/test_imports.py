@@ -340,6 +340,19 @@ def test_nothing_that_unpickles_is_imported_or_called() -> None:
     fail_with(offences, "bytes from outside are decoded with msgspec, never unpickled:")
 
 
+def test_an_interpreter_that_is_started_imports_nothing_from_the_current_folder() -> None:
+    """Python would look there first: a user's own `random.py` would be imported, or a folder `tandem`."""
+    offences = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in MAY_IMPORT
+        for path in source_files(package)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
+        if ast.unparse(node.elts[1]) not in ("'-P'", "'-I'")
+    ]
+    assert offences == []
+
+
 @pytest.mark.parametrize("package", WITHOUT_HEAVY_PARTS)
 def test_no_module_asks_for_torch_when_it_is_imported(package: str) -> None:
     offences = [found for found in all_imports(package) if found.top in HEAVY and found.at_import_time]

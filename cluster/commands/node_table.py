@@ -26,6 +26,8 @@ def _blocks(row: NodeRow) -> str:
     return format_blocks(free, row.total_blocks, row.quarantined_blocks, row.pinned_blocks)
 
 
+_WIDEST = 1000
+
 _LOAD: Sequence[Column] = (
     ("run", lambda row: str(row.running)),
     ("wait", lambda row: str(row.waiting)),
@@ -48,6 +50,7 @@ def node_table(rows: Iterable[NodeRow], before: Sequence[Column] = (), after: Se
             f"[red]{escape(row.state)}[/]" if row.why else row.state,
             *("-" if row.is_silent else show(row) for _, show in load),
         )
+    table.width = Console(width=_WIDEST).measure(table).maximum  # rich would cut names and figures to fit a terminal
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -17,7 +18,7 @@ from tandem.base.errors import ConfigurationError, InternalError, TandemError, U
 from tandem.base.own_thread import from_own_thread, in_own_thread
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
-from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
+from tandem.cluster.commands.address import RAY_ADDRESS, WhichCluster, choose_address, url_of
 from tandem.cluster.commands.foretelling import after_role, as_json, foretold
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.control import DRAIN_S
@@ -151,7 +152,14 @@ async def _awaited(work: Awaitable[T]) -> T:
 def joined(which: WhichCluster) -> Iterator[None]:
     address = choose_address(which)
     with redirect_stdout(LibraryOutput("ray")):
-        connect_to_ray(address)
+        try:
+            connect_to_ray(address)
+        except (ConfigurationError, Unavailable) as error:
+            if which.address is None and address == os.environ.get(RAY_ADDRESS):
+                raise type(error)(
+                    f"{error}. That address is RAY_ADDRESS: unset it to find the server of this machine, or name another with --address"
+                ) from error
+            raise
         try:
             yield
         finally:

@@ -172,7 +172,7 @@ class Overview:
         where: tuple[Column, ...] = ()
         if machines is not None:
             where = (("role", lambda row: row.role), ("machine", lambda row: machines[row.node_id]))
-        console.print(node_table(rows, where, _KV))
+        console.print(node_table(rows, where, _KV), soft_wrap=True)
         for line in _memory_lines(rows, machines):
             console.print(escape(line), highlight=False, soft_wrap=True)
         for row in rows:

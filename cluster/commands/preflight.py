@@ -42,6 +42,7 @@ _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
     """Raises SettingsError with every reason why serving on this machine would fail."""
     _raise_all(
+        check_current_folder,
         lambda: check_address(config.router.host, config.router.port),
         lambda: _check_events(config),
         lambda: _check_certificate(config.router),
@@ -76,6 +77,16 @@ def _raise_all(*checks: Callable[[], object]) -> None:
             reasons.append(str(error))
     if reasons:
         raise SettingsError(reasons)
+
+
+def check_current_folder() -> None:
+    """Raises ConfigurationError if it was deleted: Ray's processes start in it, and would end at once."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "the folder in which this command was typed has been deleted since: go to another one (cd)"
+        ) from None
 
 
 def _paths_on_this_machine(config: TandemConfig) -> Iterator[Callable[[], object]]:

@@ -34,13 +34,13 @@ def choose_url(named: str | None, environ: Mapping[str, str] = os.environ) -> st
         return here[0].url
     if not address and _listens(DEFAULT_URL):
         return DEFAULT_URL
-    return _url_on_ray(environ)
+    return _url_on_ray()
 
 
-def _url_on_ray(environ: Mapping[str, str]) -> str:
+def _url_on_ray() -> str:
     """Returns the URL of a router of the deployment on the Ray cluster that the environment names, or that this machine is part of."""
     try:
-        view = with_controller(WhichCluster(environ.get(RAY_ADDRESS)), lambda cluster: cluster.ask(ViewOrder()))
+        view = with_controller(WhichCluster(), lambda cluster: cluster.ask(ViewOrder()))
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; or a router with --url") from error
     except Unavailable as error:

@@ -79,6 +79,8 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
     # Until the event loop handles signals, they raise as Ctrl-C does.
     for number in _ENDINGS:
         signal.signal(number, _terminated)
+    # A process of Ray, such as a task in which a program serves a model, blocks SIGINT, and so would what it starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_ENDINGS))
     with redirect_stdout(LibraryOutput("ray")):
         try:
             display.start()

@@ -75,9 +75,16 @@ def read_settings(options: argparse.Namespace) -> Settings:
     layers: list[Layer] = []
     if options.config is not None:
         layers.append(read_file(Path(options.config)))
-    elif Path(DEFAULT_FILE).exists():
+    elif _is_here(Path(DEFAULT_FILE)):
         layers.append(read_file(Path(DEFAULT_FILE)))
     return resolve([*layers, read_environment(os.environ), flags_of(options)])
+
+
+def _is_here(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # as in a folder that this user cannot enter: reading it says so
+        return True
 
 
 def flags_of(options: argparse.Namespace) -> Layer:

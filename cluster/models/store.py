@@ -102,7 +102,8 @@ def local_model(name: str, setting: str = "model.path") -> Path | None:
         if path.exists():
             raise ConfigurationError(f"{setting} {name!r} is a file: name the folder that it is in")
     except (OSError, RuntimeError) as error:  # no permission, a name too long, the home of an unknown user
-        raise ConfigurationError(f"{setting} {name[:200]!r} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{setting} {name[:200]!r} cannot be read: {why}") from error
     return None
 
 

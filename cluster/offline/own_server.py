@@ -6,11 +6,13 @@ import atexit
 import contextlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO
@@ -22,17 +24,17 @@ STOP_S = 60.0
 
 
 class OwnServer:
-    """Answers when its constructor returns. `close` ends it; so does the end of this process, unless that is killed."""
+    """Answers when its constructor returns. `close` ends it, and so does the end of this process, whatever that was."""
 
     def __init__(self, model: str, flags: Sequence[str] = (), start_s: float = START_S) -> None:
         """`flags`: those of `tandem serve`. Raises ConfigurationError for what it refuses, and Unavailable when it does not
         answer within `start_s`."""
         # A file, because nothing reads while the server runs.
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        command = [sys.executable, "-m", "tandem.cluster.cli", "serve", model, "--port", "0", *flags, "-o", "json"]
+        command = [sys.executable, "-P", "-m", __name__, "serve", model, "--port", "0", *flags, "-o", "json"]
         # In a group of its own: Ctrl-C is this program's, which may still have requests there.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True
         )
         atexit.register(self.close)
         try:
@@ -88,6 +90,26 @@ class OwnServer:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-        self._said.close()
+        for stream in (process.stdin, process.stdout, self._said):
+            if stream is not None:
+                stream.close()
+
+
+def main() -> None:
+    """The command, as `python -m tandem.cluster.cli` runs it, in a process that ends with its program."""
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    runpy.run_module("tandem.cluster.cli", run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the program that started it has ended. Then standard input ends, on which nothing is written. A program
+    that SIGTERM or SIGKILL ends cannot say so itself."""
+    while os.read(0, 1024):
+        pass
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        os.kill(os.getpid(), number)
+        time.sleep(STOP_S / 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Implements the contracts of `cluster/` on Ray: machines, processes and kept state.
 
-runtime             starts a Ray of our own or joins one that runs; no other file does either; auth_token: keeps Ray's token private; lean: the
+runtime             starts a Ray of our own or joins one that runs; no other file does either; auth_token: keeps Ray's token private,
+                    and asks whether a Ray accepts it; private_folder: where other users cannot enter; lean: the
                     processes that a Ray of our own goes without, and lean_agent: the script in place of one of them
 neighbours          the other deployments on the same Ray cluster: where their nodes are, and what they ask for
 launcher, hosts, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions

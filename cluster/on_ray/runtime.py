@@ -25,8 +25,9 @@ from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.base.own_thread import in_own_thread
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.describe import busy
-from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
+from tandem.cluster.on_ray.auth_token import check_token, keep_private, make_private_token
 from tandem.cluster.on_ray.lean import fewer_processes
+from tandem.cluster.on_ray.private_folder import private_folder
 from tandem.cluster.pools.placement import this_machine
 
 logger = logging.getLogger(__name__)
@@ -115,11 +116,18 @@ def start_ray(when_imported: Callable[[], object] = lambda: None) -> Path:
         raise Unavailable(
             f"Ray's token cannot be kept in ~/.ray: {error}. Set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a token"
         ) from error
+    try:
+        folder = private_folder()
+    except OSError as error:
+        raise Unavailable(
+            f"there is no place for Ray's sockets and logs: {error}. Make it, or set TMPDIR to a folder that can be written, with a short path"
+        ) from error
 
     try:
         with _fork_groups, fewer_processes():
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS
+                _temp_dir=str(folder),
                 namespace=NAMESPACE,
                 job_config=_job_config(),
                 num_cpus=0,  # so that Ray starts no idle workers; Tandem's placement counts the cores
@@ -135,7 +143,7 @@ def start_ray(when_imported: Callable[[], object] = lambda: None) -> Path:
         advice = f"{why}: try again when it is quieter" if why else "`tandem doctor` looks for the reason"
         said = " ".join(str(error).split()).rstrip(".")
         raise Unavailable(
-            f"Ray did not start: {said}; {advice}. Ray's logs are in /tmp/ray/session_latest/logs"
+            f"Ray did not start: {said}; {advice}. Ray's logs are in {folder}/session_latest/logs"
         ) from error
     return Path(context.address_info["session_dir"]) / "logs"
 
@@ -192,6 +200,7 @@ def connect_to_ray(address: str) -> None:
     else:
         check_reachable(address)
     keep_private()
+    check_token(address)
     logging.getLogger("ray._private.worker").setLevel(
         logging.ERROR
     )  # it warns that a thread joins, which handles no signals
@@ -235,11 +244,16 @@ def _within(name: str, work: Callable[[], object], limit_s: float) -> None:
 
 def _address_here() -> str:
     """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended, and
-    would take that one of several. Raises ConfigurationError for several."""
+    would take that one of several. Raises ConfigurationError for several, other users' left out."""
     from ray._private import services
 
     there = sorted(services.find_gcs_addresses())
     if len(there) > 1:
+        there = [address for address in there if _is_open_to_us(address)]
+        if not there:
+            raise Unavailable(_NONE_HERE)
+        if len(there) == 1:
+            return str(there[0])
         raise ConfigurationError(
             f"{len(there)} Ray clusters run on this machine: name the one that you mean with --address ({', '.join(there)})"
         )
@@ -250,6 +264,14 @@ def _address_here() -> str:
     if found is None:
         raise Unavailable(_NONE_HERE)
     return str(found)
+
+
+def _is_open_to_us(address: str) -> bool:
+    try:
+        check_token(address)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def check_reachable(address: str) -> None:

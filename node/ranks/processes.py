@@ -228,7 +228,7 @@ class RankProcesses:
             share = self.plan.shares[place]
             with contextlib.ExitStack() as to_close:
                 to_close.enter_context(theirs)
-                command = [sys.executable, "-m", "tandem.node.ranks.process"]
+                command = [sys.executable, "-P", "-m", "tandem.node.ranks.process"]
                 named = [theirs.fileno(), self._memory_fd, self._lifeline]
                 inherited = [] if self.kv_fd is None else [self.kv_fd]
                 transfers = tiers = None

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tandem import LLM, SamplingParams
+from tests.integration.cluster_lab import END_S, START_S
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -26,3 +32,19 @@ def test_a_program_has_a_model_and_leaves_no_process_behind(smollm2_path: Path) 
         assert len(children) > 3
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_cannot_say_so_leaves_no_process_behind_either(
+    smollm2_path: Path, ending: signal.Signals
+) -> None:
+    """A notebook whose kernel is restarted, and a job whose time is over."""
+    with subprocess.Popen([sys.executable, "-c", "from tandem import LLM; LLM('smollm2')"]) as process:
+        program = psutil.Process(process.pid)
+        until(lambda: program.children() != [], START_S)
+        servers = program.children()
+        process.send_signal(ending)
+    _, alive = psutil.wait_procs(servers, timeout=END_S)
+    for server in alive:
+        server.kill()
+    assert alive == []

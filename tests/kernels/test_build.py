@@ -219,6 +219,33 @@ def test_changed_sources_are_compiled_anew(compiler: Path, tmp_path: Path, monke
     assert library_path() != first
 
 
+def test_another_language_is_no_other_compiler(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person's shell, cron and a service have different ones. Compiling takes minutes."""
+    german = 'case "$LC_ALL$LANG" in *de_DE*) echo Dies ist freie Software; exit 0;; esac'
+    write_compiler(tmp_path / "fake-c++", FAKE.format(log=compiler).replace("#!/bin/sh", f"#!/bin/sh\n{german}"))
+    monkeypatch.setenv("LANG", "en_US.UTF-8")
+    first = library_path()
+    monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
+    assert library_path() == first
+
+
+def test_what_no_locale_can_read_is_passed_on(compiler: Path, tmp_path: Path) -> None:
+    write_compiler(
+        tmp_path / "fake-c++", '#!/bin/sh\ncase "$*" in --version) exit 0;; esac\nprintf "no \\377 flag" >&2\nexit 1\n'
+    )
+    with pytest.raises(BuildFailed, match=r"no . flag"):
+        library_path()
+
+
+def test_a_relative_cache_folder_counts_for_nothing(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another one in each folder that a command is typed in."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert library_path().parents[1] == tmp_path / ".cache" / "tandem" / "native"
+
+
 def test_what_the_compiler_says_is_passed_on(compiler: Path, tmp_path: Path) -> None:
     write_compiler(
         tmp_path / "fake-c++", '#!/bin/sh\ncase "$*" in --version) exit 0;; esac\necho "no such flag" >&2\nexit 1\n'

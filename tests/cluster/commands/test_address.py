@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.cli import main
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.running import ServingRecord, forget_serving, record_serving, running
@@ -51,6 +52,18 @@ def test_what_the_operator_names_comes_first_then_the_environment_then_what_runs
     assert choose_address(WhichCluster(), {}) == "10.0.0.1:1"
     assert choose_address(WhichCluster(), {"RAY_ADDRESS": "b:1"}) == "b:1"
     assert choose_address(WhichCluster("a:1"), {"RAY_ADDRESS": "b:1"}) == "a:1"
+
+
+@pytest.mark.parametrize("left_over", ["http://127.0.0.1:1", "local", "127.0.0.1:1"])
+def test_an_address_that_no_one_typed_is_said_to_be_the_environments(
+    left_over: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ray job submit`, for example, is given one of another kind in the same variable."""
+    monkeypatch.setenv("RAY_ADDRESS", left_over)
+    assert main(["status"]) == 1
+    assert "That address is RAY_ADDRESS: unset it" in capsys.readouterr().err
+    assert main(["status", "--address", "127.0.0.1:1"]) == 1
+    assert "RAY_ADDRESS" not in capsys.readouterr().err
 
 
 def test_a_server_is_found_whatever_its_port_is_and_speaks_its_scheme() -> None:
@@ -207,6 +220,6 @@ def test_between_two_rays_without_a_record_no_command_guesses(monkeypatch: pytes
     runtime.import_ray()
     from ray._private import services
 
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"10.0.0.1:6379", "127.0.0.1:2"}))
-    with pytest.raises(ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"):
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"127.0.0.1:1", "127.0.0.1:2"}))
+    with pytest.raises(ConfigurationError, match=r"2 Ray clusters .*--address \(127\.0\.0\.1:1, 127\.0\.0\.1:2\)"):
         runtime.connect_to_ray(runtime.AUTO)

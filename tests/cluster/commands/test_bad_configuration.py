@@ -34,6 +34,11 @@ def model_file(folder: Path) -> None:
     (folder / "weights.bin").touch()
 
 
+def unreachable_settings(folder: Path) -> None:
+    """To look whether it is there fails, as in a folder that this user cannot enter: `sudo -u` keeps the folder."""
+    (folder / "tandem.yaml").symlink_to("a" * 300)
+
+
 # what is wrong: (command line, what is said, what lies in the current folder)
 MISTAKES: dict[str, Case] = {
     "a setting that does not exist": ("serve --set router.prot=1", r"did you mean router\.port\?", None),
@@ -41,6 +46,9 @@ MISTAKES: dict[str, Case] = {
     "text for a number": ("serve --decode two", r"--decode: pools\.decode\.nodes must be a whole number", None),
     "a number for text": ("serve --set model.path=", r"model\.path", None),
     "a file that is not YAML": ("serve", r"tandem\.yaml", settings_file("model: [")),
+    "a file that cannot be looked at": ("serve", r"tandem\.yaml: cannot be read: File name too long", unreachable_settings),
+    "a folder that was deleted": ("serve --port 0", r"the folder in which .* has been deleted since: go to another", Path.rmdir),
+    "a model's name that is too long": (f"serve {'a' * 5000}", r"^.{,300} cannot be read: File name too long$", None),
     "a file that is not there": ("serve --config nowhere.yaml", r"nowhere\.yaml", None),
     "no node that writes answers": ("serve --decode 0", r"pools\.decode", None),
     "no node at all": ("serve --prefill 0 --decode 0", r"pools", None),
@@ -149,3 +157,22 @@ def test_no_model_is_converted_while_ray_has_a_limited_time_to_start(
     assert main(["serve", "--port", "0", "--kv-memory", "256MiB"]) == 1
     assert "Ray did not start" in capsys.readouterr().err
     assert not fetched
+
+
+def test_a_process_that_blocks_signals_can_be_interrupted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks and actors of Ray block SIGINT, and what they start inherits that."""
+
+    def start(when_imported: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise Unavailable("it goes on")
+
+    monkeypatch.setattr(serve, "start_ray", start)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        assert main(["serve", "--port", "0", "--kv-memory", "256MiB"]) == 130
+    finally:
+        signal.sigtimedwait([signal.SIGINT], 0)  # one that is still pending would end the tests
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert "stopped before it was ready" in capsys.readouterr().out

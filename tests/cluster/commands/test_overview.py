@@ -81,10 +81,10 @@ def seen_of(view: ClusterView, answer: PageState | Exception | None = None) -> O
     return Overview.of(view, None, fetch)
 
 
-def shown(view: ClusterView, answer: PageState | Exception | None = None) -> tuple[str, int]:
+def shown(view: ClusterView, answer: PageState | Exception | None = None, columns: int = 160) -> tuple[str, int]:
     text = io.StringIO()
     seen = seen_of(view, answer)
-    seen.show(Console(file=text, width=160))
+    seen.show(Console(file=text, width=columns))
     return text.getvalue(), 0 if seen.serves else 1
 
 
@@ -110,6 +110,14 @@ def test_one_screen_says_how_everything_is() -> None:
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
     assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_narrow_terminal_cuts_no_name_and_no_figure(columns: int) -> None:
+    """It wraps the lines by itself. A figure without its last digits is another one."""
+    (row,) = [line for line in shown(VIEW, router_answer(), columns)[0].splitlines() if line.startswith("decode-0")]
+    assert row.split()[:8] == ["decode-0", "decode", "10.0.0.3", "ready", "3", "2", "60/100", "1"]
+    assert row.rstrip().endswith("3.0 MiB")
 
 
 def test_what_the_controller_graded_is_shown_and_is_in_the_json() -> None:

@@ -83,6 +83,16 @@ def test_what_a_failed_process_says_has_no_class_and_no_second_full_stop(monkeyp
     assert all(word not in text for word in ("Unavailable", "..", "doctor"))
 
 
+@pytest.mark.slow
+def test_what_lies_in_the_current_folder_is_no_fault_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: imports torch."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('a program of the user')")
+    monkeypatch.chdir(tmp_path)
+    assert machine_checks.check_torch().level is Level.OK
+
+
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     def broken() -> Finding:
         raise RuntimeError("oops")

@@ -153,6 +153,19 @@ def test_what_the_hub_does_not_have_is_said_and_what_is_the_disks_fault_is_not_c
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "127.0.0.1:1:1", "ftp://127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_a_sentence(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """Slow: runs interpreters."""
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    program = FETCH + "try: f('org/model', lambda what, share: None)\nexcept Exception as error: print(type(error).__name__, error)"
+    said = python(hub, tmp_path, "import os; os.environ['NO_PROXY'] = ''\n" + program)
+    assert said.startswith("Unavailable the Hugging Face hub does not answer: ")
+
+
+@pytest.mark.slow
 def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_path: Path) -> None:
     """Slow: runs interpreters."""
     python(hub, tmp_path, FETCH + "f('org/model', lambda what, share: None)")

@@ -208,6 +208,7 @@ def evacuate(
 ) -> dict[str, bool]:
     controllers = {name: EvacuatedDeployment(answer) for name, answer in answers.items()}
     monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
+    monkeypatch.setattr(operate, "own_address", lambda: "10.0.0.1:6379")  # to ask Ray would start one
     monkeypatch.setattr(remote_controller, "standing", lambda: sorted(controllers))
     monkeypatch.setattr(remote_controller, "the_controller", controllers.__getitem__)
     options = argparse.Namespace(machine="10.0.0.3", timeout=1.0)
