@@ -398,6 +398,10 @@ class SchedulerConnector(abc.ABC):
         none of it that was kept, for any request, and let no peer use what was sent of it. The request may have ended;
         ignore one that is not known."""
 
+    def call_back(self, request: TransferRequest) -> None:
+        """Another request needs the blocks that this one, for which no one waits, left with the connector. Give its transfer up unless
+        the peer is ready for it; `finished_sending` names the request as always."""
+
     def reset_cache(self) -> None:
         """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""
 

@@ -197,6 +197,10 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.forget_after(request, num_tokens)
 
+    def call_back(self, request: TransferRequest) -> None:
+        for part in self._parts:
+            part.call_back(request)
+
     def reset_cache(self) -> None:
         for part in self._parts:
             part.reset_cache()

@@ -86,6 +86,7 @@ class IdleWork:
         self.line: deque[Request] = deque()  # requests without blocks: new ones, and those that lost theirs
         self.resting: list[Request] = []  # running requests that have no part in steps, in order of admission
         self.count = 0  # unfinished ones, wherever they are
+        self.called_back: set[str] = set()  # ended ones whose blocks the connector was asked to give up
         self.rows = IdleStepLimit(first=8, least=1)  # how many of these decode in a step
         self.prompt_tokens = IdleStepLimit(first=32, least=32)  # how many tokens of their prompts a step computes
         self.yields = False  # other requests could compute in the step that is being planned

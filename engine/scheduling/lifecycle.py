@@ -169,10 +169,13 @@ class Lifecycle:
             state.waiting.put_back(request)
 
     def take_blocks_of_idle_work(self, wanted_by: Request, step: StepPlan) -> bool:
-        """Preempts the last request that rests. Returns False when none does."""
+        """Preempts the last request that rests. Returns False when none does. Then the connector is asked to
+        give up blocks that it keeps of ended ones, the last first; they are free a moment later."""
         state = self._state
         victim = state.idle_work.last_resting() if state.open_step is None else None
         if victim is None:
+            if not wanted_by.facts.when_idle:
+                self._call_back_idle_work(wanted_by)
             return False
         step.evictions.append(
             Eviction(
@@ -185,6 +188,22 @@ class Lifecycle:
         self.preempt(victim)
         step.moved = True
         return True
+
+    def _call_back_idle_work(self, wanted_by: Request) -> None:
+        """Asks for as much as is missing, and for one more in each step: what has a consumer already comes when it is sent."""
+        state = self._state
+        called = state.idle_work.called_back
+        coming = sum(state.cache.num_blocks_of(request_id) for request_id in called)
+        missing = state.cache.num_blocks_until(wanted_by, wanted_by.num_tokens) - state.cache.pool.num_free - coming
+        for request in [one for one in reversed(state.held.values()) if one.facts.when_idle]:
+            if request.request_id in called:
+                continue
+            called.add(request.request_id)
+            assert state.connector is not None  # it keeps the blocks
+            state.connector.call_back(request)
+            missing -= state.cache.num_blocks_of(request.request_id)
+            if missing <= 0:
+                return
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
         """Frees the blocks of the least urgent waiting request that has any, other than `besides`. Returns False when there is
@@ -256,6 +275,7 @@ class Lifecycle:
 
     def release(self, request_id: str) -> None:
         """The connector no longer needs the blocks of a held request: frees or pins them."""
+        self._state.idle_work.called_back.discard(request_id)
         self._let_go(self._state.held.pop(request_id))
         self._state.settled = False
 

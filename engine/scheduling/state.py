@@ -254,9 +254,9 @@ class SchedulerState:
         )
 
     def _blocks_of_idle_work(self) -> int:
-        if not self.idle_work.count:
-            return 0
-        return sum(self.cache.num_blocks_of(one.request_id) for one in self.owners() if one.facts.when_idle)
+        """With those of ended ones whose KV still waits for its consumer: they are given up, too."""
+        owners = (*(self.owners() if self.idle_work.count else ()), *self.held.values())
+        return sum(self.cache.num_blocks_of(one.request_id) for one in owners if one.facts.when_idle)
 
     def _wanted_blocks(self) -> int:
         return sum(

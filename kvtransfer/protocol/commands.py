@@ -98,6 +98,12 @@ class VoidSend(msgspec.Struct, frozen=True):
     request_id: str
 
 
+class CallBackSend(msgspec.Struct, frozen=True):
+    """Producer: the blocks that this ended request keeps are needed. Its transfer ends if no consumer has registered."""
+
+    request_id: str
+
+
 class PreemptedRequests(msgspec.Struct, frozen=True):
     """Producer: from `at` on, the blocks of these requests may hold something else."""
 
@@ -144,6 +150,7 @@ Command = (
     | BeginGeneration
     | FoundWrong
     | VoidSend
+    | CallBackSend
     | PreemptedRequests
     | LayersComputed
     | ComputedTokens

@@ -269,6 +269,8 @@ class TransferEndpoint:
                 self.consumer.generations.found_wrong(command.peer)
             case commands.VoidSend():
                 self.producer.void(command)
+            case commands.CallBackSend():
+                self.producer.call_back(command)
             case commands.BeginReceive():
                 self.consumer.begin(command)
             case commands.CancelReceive():

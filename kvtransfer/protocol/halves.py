@@ -35,6 +35,7 @@ from tandem.kvtransfer.protocol.commands import (
     BeginGeneration,
     BeginReceive,
     BlockTable,
+    CallBackSend,
     CancelReceive,
     Command,
     ComputedTokens,
@@ -261,6 +262,11 @@ class SchedulerHalf(SchedulerConnector):
 
     def found_wrong(self, peer: PeerAddress) -> None:
         self._commands.append(FoundWrong(peer))
+
+    def call_back(self, request: TransferRequest) -> None:
+        transfer = request.transfer
+        if transfer is not None and transfer.role is TransferRole.PRODUCE:
+            self._commands.append(CallBackSend(request.request_id))
 
     def reset_cache(self) -> None:
         self._commands.append(BeginGeneration())

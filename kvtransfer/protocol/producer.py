@@ -197,6 +197,14 @@ class Producer:
             if was_told:  # the consumer uses what had arrived
                 self._outgoing.tell_end(sending)
 
+    def call_back(self, command: commands.CallBackSend) -> None:
+        """One whose consumer has registered is moved within a moment, and needs its blocks no longer then."""
+        sending = self._ledger.of_request(command.request_id)
+        if sending is not None and sending.destination is None:
+            self._outgoing.close(
+                sending, Outcome.ABORTED, "a request that does not wait for idle time needed its blocks"
+            )
+
     def _void(self, sending: OutgoingTransfer) -> None:
         sending.is_void = True
         self._outgoing.close(sending, Outcome.ABORTED, "its KV may be wrong")

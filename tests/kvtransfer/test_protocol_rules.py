@@ -18,6 +18,7 @@ from tandem.kvtransfer.protocol.commands import (
     AnnounceSend,
     BeginGeneration,
     BeginReceive,
+    CallBackSend,
     CancelReceive,
     DeclineTransfer,
     FinishSend,
@@ -699,6 +700,23 @@ def test_the_producer_frees_what_nobody_ever_registers(pair: Pair) -> None:
     assert send.reported == 1
     assert pair.outcomes()[0] == {"lease_expired": 1}
     assert pair.stats()[0].blocks_freed == {"lease_ended": 6}
+
+
+def test_what_no_consumer_has_registered_is_given_back_when_it_is_called_back(pair: Pair) -> None:
+    held = pair.send(name="r1")
+    pair.complete(held)
+    receive, taken = pair.receive(name="r2"), pair.send(name="r2")
+    pair.world.deliver_all()
+    for name in ("r1", "r2", "unknown"):
+        pair.producer.endpoint.execute(CallBackSend(name))
+    assert held.reported == 1
+    pair.complete(taken, 0.5)
+    assert receive.finished, "its consumer was ready for it"
+    late = pair.receive(name="r1")
+    pair.world.settle(0.5)
+    assert late.failed is not None, "the consumer computes it"
+    assert pair.outcomes()[0] == {"aborted": 1, "sent": 1}
+    assert pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("starved", ["in line", "preempted"])

@@ -17,6 +17,7 @@ from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
     BeginReceive,
+    CallBackSend,
     CancelReceive,
     DeclineTransfer,
     ExtendSend,
@@ -157,6 +158,17 @@ def test_a_producer_calls_off_what_turned_out_wrong() -> None:
     half.forget_after(request, 4)
     assert planned(half).before_forward == [VoidSend("r")]
     half.forget_after(FakeRequest("other", list(TOKENS), None), 0)
+    assert planned(half).before_forward == []
+
+
+def test_a_producer_is_told_whose_blocks_are_called_back() -> None:
+    half = SchedulerHalf(4)
+    request = added(half)
+    half.update_state_after_alloc(request, [[5, 6, 7]], 0)
+    planned(half, FakeStep({"r": 10}))
+    half.call_back(request)
+    assert planned(half).before_forward == [CallBackSend("r")]
+    half.call_back(FakeRequest("loads", list(TOKENS), consume("t", PEER)))
     assert planned(half).before_forward == []
 
 

@@ -87,6 +87,9 @@ class FakeConnector(SchedulerConnector):
     def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
         self.calls.append(("forget", request.request_id, num_tokens))
 
+    def call_back(self, request: TransferRequest) -> None:
+        self.calls.append(("call back", request.request_id))
+
     def reset_cache(self) -> None:
         self.calls.append(("reset",))
 

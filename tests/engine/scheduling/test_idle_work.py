@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.engine.request import Request, RequestStatus
-from tests.engine.scheduling.driving import Driver, FakeConnector, consume, received
+from tests.engine.scheduling.driving import Driver, FakeConnector, consume, produce, received, sent
 from tests.engine.scheduling.model import alone
 
 
@@ -88,6 +88,36 @@ def test_a_running_request_that_grows_takes_their_blocks_before_anothers() -> No
     driver.run()
     for request in (idle, first, second):
         assert request.output_token_ids == alone(request.prompt_token_ids, 4)
+
+
+def test_ended_ones_whose_kv_waits_for_its_consumer_give_as_many_blocks_as_are_missing() -> None:
+    connector = FakeConnector()
+    connector.keeps |= {"first", "user", "second", "third"}
+    driver = Driver(connector=connector, num_blocks=12, caching=False)  # eleven blocks
+    for name in ("first", "user", "second", "third"):
+        driver.add(name, prompt=7, max_tokens=1, transfer=produce(name), when_idle=name != "user")
+        driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.held_blocks, stats.idle_blocks, stats.free_blocks) == (8, 6, 3)
+    driver.add("line", prompt=25, max_tokens=1, when_idle=True)
+    driver.step()
+    assert called_back(connector) == [], "lines wait for each other"
+    driver.abort("line")
+    asked = driver.add("asked", prompt=25, max_tokens=1)  # seven blocks
+    driver.step()
+    assert called_back(connector) == ["third", "second"]
+    driver.step(sent("second"))
+    assert called_back(connector) == ["third", "second", "first"], "the third may be on its way"
+    driver.step(sent("third"))
+    driver.step()
+    assert asked.output_token_ids == alone(asked.prompt_token_ids, 1)
+    assert driver.scheduler.stats().idle_blocks == 2
+    driver.step(sent("first", "user"))
+    assert driver.free_blocks == 11
+
+
+def called_back(connector: FakeConnector) -> list[str]:
+    return [str(call[1]) for call in connector.calls if call[0] == "call back"]
 
 
 def test_one_that_is_not_begun_leaves_the_line_when_it_is_aborted() -> None:
