@@ -86,30 +86,23 @@ def test_a_turn_that_is_not_the_last_keeps_its_blocks_until_the_time_is_over():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"is_last_step": True}, {"job_id": None}, {"max_tokens": 1, "prompt": 2}],
-    ids=["last", "no job", "no block"],
+    ("options", "fields"),
+    [
+        pytest.param({}, {"is_last_step": True}, id="last"),
+        pytest.param({}, {"job_id": None}, id="no job"),
+        pytest.param({}, {"max_tokens": 1, "prompt": 2}, id="no block"),
+        pytest.param({"caching": False}, {}, id="no prefix cache"),
+        pytest.param({"policy": "fcfs"}, {}, id="fcfs"),
+        pytest.param({"policy": "priority"}, {}, id="priority"),
+    ],
 )
-def test_what_gets_no_pin(fields):
-    driver = Agents()
+def test_what_gets_no_pin(options, fields):
+    driver = Agents(**options)
     driver.turn("a1", **fields)
-    assert driver.used == 0
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_other_policies_pin_nothing(policy):
-    driver = Agents(policy=policy)
-    driver.turn("a1")
     assert driver.used == 0
     assert driver.scheduler.seconds_until_sweep() is None
     driver.scheduler.turn_ended("a", "a1", ["grep"])
     driver.scheduler.end_pins()
-
-
-def test_without_a_prefix_cache_there_is_nothing_to_keep():
-    driver = Agents(caching=False)
-    driver.turn("a1")
-    assert driver.used == 0
 
 
 # --- one pin for each job
