@@ -21,6 +21,7 @@ from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
 from tests.engine.scheduling.model import STATE, WRONG, alone
 from tests.engine.scheduling.world import EOS, GROUPS_WITH_STATES, STATES, LazyDevice
@@ -220,12 +221,20 @@ def test_a_prompt_that_the_device_has_forgotten_is_loaded_and_not_computed(ahead
     assert status.found_tokens == 6 * BLOCK
 
 
-def test_one_token_is_always_left_to_compute() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "asked", "loaded"),
+    [
+        pytest.param(PROMPT[: 4 * BLOCK], {}, 3 * BLOCK, id="one token is always left to compute"),
+        pytest.param(PROMPT, {"prompt_logprobs": 1}, 0, id="a prompt's log-probabilities are computed"),
+    ],
+)
+def test_what_is_there_and_is_not_loaded(prompt: Sequence[int], asked: dict[str, int], loaded: int) -> None:
     world = TierWorld()
-    world.run(PROMPT[: 4 * BLOCK])
+    world.run(prompt)
     push_out(world)
-    world.run(PROMPT[: 4 * BLOCK])
-    assert world.loaded == 3 * BLOCK
+    world.ask(prompt, sampling=SamplingParams(max_tokens=2, **asked))
+    world.finish()
+    assert world.loaded == loaded
 
 
 @pytest.mark.parametrize("start", range(7))
@@ -356,17 +365,6 @@ def test_of_two_tiers_the_one_that_has_more_loads() -> None:
     push_out(world)
     world.run(PROMPT)
     assert [mover.loads for mover in world.movers] == [1, 1], "the nearer has it again"
-
-
-def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None:
-    from tandem.wire.sampling import SamplingParams
-
-    world = TierWorld()
-    world.run(PROMPT)
-    push_out(world)
-    world.ask(PROMPT, 2, sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
-    world.finish()
-    assert world.loaded == 0
 
 
 @pytest.mark.parametrize("groups", GROUPS[1:])
