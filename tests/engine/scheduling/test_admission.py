@@ -33,11 +33,14 @@ def test_the_last_token_is_kept_back_even_when_all_is_cached():
     assert driver.outputs["a"] == driver.outputs["b"]
 
 
-def test_prompt_logprobs_are_computed_whatever_is_cached():
+@pytest.mark.parametrize(
+    "asked", [{"sampling": SamplingParams(prompt_logprobs=0)}, {"skip_reading_prefix_cache": True}]
+)
+def test_a_prompt_that_must_be_computed_is_whatever_is_cached(asked: dict[str, Any]):
     driver = Driver()
     driver.add("a", list(range(10)))
     driver.run()
-    driver.add("b", list(range(10)), sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
+    driver.add("b", list(range(10)), **asked)
     step, _ = driver.step()
     assert step.num_scheduled_tokens == {"b": 10}
 
