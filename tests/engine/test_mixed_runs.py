@@ -249,7 +249,6 @@ class MixedRun:
             named = draw.choice(["law", "art"])
             fields = {"lora": identity_of(named, adapters.served[named])}
         elif lab.kind in ("llama", "qwen3.5") and draw.random() < 0.2:
-            rows = draw.choice(lab.rows)[: draw.randrange(4, 39), : self.runner.info.num_kv_heads and None]
             rows = draw.choice(lab.rows)
             embeds = embeds_of(rows[: draw.randrange(4, len(rows) + 1)])
             fields = {"embeds": embeds, "media": embeds.features()}
