@@ -42,7 +42,7 @@ from tests.more import more
 from tests.pictures import picture
 
 ANSWERS = int(os.environ.get("TANDEM_MIXED_ANSWERS", "50"))
-KINDS = ["llama", "images", *more(["gemma3", "qwen3.5", "recurrent-gemma"])]
+KINDS = ["llama", "images", *more(["gemma3", "mistral-window", "llama4", "qwen3.5", "recurrent-gemma"])]
 BLOCK = 4
 DRAFTS = 2
 REQUESTS = 18  # of one life of an engine
