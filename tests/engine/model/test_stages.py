@@ -25,6 +25,7 @@ from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
+from tests.engine.model.test_wide import held_after
 from tests.more import more
 
 NUM_TOKENS = 5
@@ -70,16 +71,9 @@ def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(ranks: int, st
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: tiny.Case) -> None:
     """So what one node computed another goes on from, whichever is cut."""
     path, prompts, answers = saved
-    prompt, answer = prompts[2], answers[2].tokens
     with ranks_here(1, partial(load, path)) as whole:
-        for first, second in ((whole, staged), (staged, whole)):
-            computing, going_on = Driver(first), Driver(second, 1)
-            computing.add("r", prompt)
-            computing.step({"r": len(prompt)})
-            going_on.adopt("r", computing)
-            assert going_on.generate(NUM_TOKENS)["r"] == answer
-            first.forget_requests()
-            second.forget_requests()
+        for nodes in ((whole, staged), (staged, whole)):
+            held_after(*nodes, prompts[2], answers[2].tokens)
 
 
 @pytest.fixture(scope="module")

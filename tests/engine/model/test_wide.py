@@ -150,24 +150,22 @@ def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> N
     """So what one computed another goes on from, whichever is wide."""
     prompt, answer = wide.prompts[2], wide.answers[2].tokens
     with ranks_here(1, partial(load, wide.path)) as whole:
-        for first, second in ((whole, wide.runner), (wide.runner, whole)):
-            computing, going_on = Driver(first), Driver(second, 1)
-            computing.add("r", prompt)
-            computing.step({"r": len(prompt)})
-            going_on.adopt("r", computing)
-            assert going_on.generate(NUM_TOKENS)["r"] == answer
-            first.forget_requests()
-            second.forget_requests()
-        held = []
-        for runner in (whole, wide.runner):
-            driver = Driver(runner)
-            driver.add("r", prompt)
-            driver.step({"r": len(prompt)})
-            blocks = [block for table in driver.requests["r"].blocks for block in table]
-            held.append(runner.kv_cache[blocks])
-            runner.forget_requests()
+        held = [held_after(*nodes, prompt, answer) for nodes in ((whole, wide.runner), (wide.runner, whole))]
         assert held[0].isfinite().sum() > held[0].numel() // 2
         torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def held_after(first: TorchRunner, second: TorchRunner, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """What the first node keeps of a prompt, from which the second one goes on to the right answer."""
+    computing, going_on = Driver(first), Driver(second, 1)
+    computing.add("r", prompt)
+    computing.step({"r": len(prompt)})
+    held = first.kv_cache[[block for table in computing.requests["r"].blocks for block in table]]
+    going_on.adopt("r", computing)
+    assert going_on.generate(len(answer))["r"] == answer
+    first.forget_requests()
+    second.forget_requests()
+    return held
 
 
 # Only its experts are cut, and its first layers have none: no sum follows them.

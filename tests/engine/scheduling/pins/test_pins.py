@@ -16,6 +16,7 @@ from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins.pins import Pin, Pins
 from tandem.engine.scheduling.pins.tools import ToolTimes
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.node.step_trace.records import StepTrace
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens
@@ -366,22 +367,18 @@ def test_the_audit_notices_what_should_not_be_pinned(what: str):
         driver.scheduler.check_integrity()
 
 
-def test_a_reset_of_the_cache_ends_pins():
+@pytest.mark.parametrize(
+    ("end", "later"),
+    [(Scheduler.reset_prefix_cache, ["b"]), (Scheduler.end_pins, [])],
+    ids=["a reset ends pins", "a node that closes has none and makes none"],
+)
+def test_what_ends_all_pins(end: Callable[[Scheduler], object], later: list[str]):
     driver = Agents()
     driver.turn("a1")
-    driver.scheduler.reset_prefix_cache()
+    end(driver.scheduler)
     assert driver.used == 0
     driver.turn("b1")
-    assert driver.pinned == ["b"]
-
-
-def test_a_node_that_closes_has_no_pins_and_makes_none():
-    driver = Agents()
-    driver.turn("a1")
-    driver.scheduler.end_pins()
-    assert driver.used == 0
-    driver.turn("b1")
-    assert driver.used == 0
+    assert driver.pinned == later
 
 
 # --- in any order
