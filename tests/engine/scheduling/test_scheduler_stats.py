@@ -201,6 +201,9 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "a null block that is cached": lambda d: pool(d).hashes.__setitem__(0, b"x"),
     "a hash that leads nowhere": lambda d: pool(d).hashes.pop(table(d, "runs")[0]),
     "a hash without a way to it": lambda d: pool(d).cached[0].popitem(),
+    "one block that is filed as several": lambda d: (
+        pool(d).cached[0].update({pool(d).hashes[table(d, "runs")[0]]: {table(d, "runs")[0]: None}})
+    ),
     "a hash that leads to another block": lambda d: pool(d).hashes.__setitem__(table(d, "runs")[0], b"x"),
     "a block that holds something else than it is found for": lambda d: table(d, "runs").reverse(),
     "a block that is found before it is computed": lambda d: setattr(running(d), "num_computed_tokens", 3),
