@@ -8,7 +8,7 @@ import pytest
 
 from tandem.engine.config import Reserve
 from tandem.wire.sampling import SamplingParams
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, sliding
+from tests.engine.scheduling.driving import BLOCK, Driver, connected, sliding
 
 
 def test_a_prefix_is_found_in_the_very_step_that_computes_it():
@@ -119,9 +119,7 @@ def test_by_priority_one_that_was_passed_over_yields_to_a_more_urgent_one():
 
 
 def test_a_connector_that_cannot_say_yet_is_asked_again_and_others_go_ahead():
-    connector = FakeConnector()
-    connector.offers["a"] = (None, False)
-    driver = Driver(connector=connector)
+    driver, connector = connected({"a": (None, False)})
     driver.add("a")
     driver.add("b")
     assert list(driver.step()[0].num_scheduled_tokens) == ["b"]
@@ -133,9 +131,7 @@ def test_a_connector_that_cannot_say_yet_is_asked_again_and_others_go_ahead():
 
 @pytest.mark.parametrize(("offered", "used"), [(8, 8), (99, 10)])
 def test_tokens_from_outside_that_are_there_are_not_computed_but_for_the_last(offered: int, used: int):
-    connector = FakeConnector()
-    connector.offers["a"] = (offered, False)
-    driver = Driver(connector=connector)
+    driver, connector = connected({"a": (offered, False)})
     request = driver.add("a", prompt=11)
     step = driver.schedule()
     assert step.num_scheduled_tokens == {"a": 11 - used}

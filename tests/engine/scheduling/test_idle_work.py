@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.request import Request, RequestStatus
-from tests.engine.scheduling.driving import Driver, FakeConnector, consume, received
+from tests.engine.scheduling.driving import Driver, connected, consume, received
 from tests.engine.scheduling.model import alone
 
 
@@ -99,9 +99,7 @@ def test_one_that_is_not_begun_leaves_the_line_when_it_is_aborted() -> None:
 
 
 def test_they_rest_while_a_requests_kv_is_on_its_way() -> None:
-    connector = FakeConnector()
-    connector.offers["asked"] = (6, True)
-    driver = Driver(connector=connector)
+    driver, _ = connected({"asked": (6, True)})
     idle = driver.add("idle", max_tokens=5, when_idle=True)
     driver.step()
     request = driver.add("asked", prompt=6, max_tokens=3, transfer=consume())
@@ -118,8 +116,7 @@ def test_they_rest_while_a_requests_kv_is_on_its_way() -> None:
 def test_they_go_on_while_a_requests_kv_cannot_come_yet() -> None:
     """As sixteen others took a second and more for each token, its six are not here before six seconds. A step may take one."""
     now = 0.0
-    connector = FakeConnector()
-    driver = Driver(connector=connector, clock=lambda: now, step_target_ms=2000)
+    driver, connector = connected(clock=lambda: now, step_target_ms=2000)
 
     def waits(name: str) -> Request:
         connector.offers[name] = (6, True)

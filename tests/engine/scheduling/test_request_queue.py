@@ -19,7 +19,7 @@ from tandem.engine.scheduling.results import repeats
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import FinishReason, RepetitionDetection, SamplingParams
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, produce, sent
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, connected, produce, sent
 
 
 def request(name: str, *, tokens: int = 3, priority: int = 0, arrival: float = 0.0) -> Request:
@@ -221,9 +221,7 @@ def test_there_is_work_until_the_runner_has_heard_of_every_end():
 
 
 def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
-    connector = FakeConnector()
-    connector.keeps.add("a")
-    driver = Driver(connector=connector, num_blocks=4)
+    driver, _ = connected(keeps=["a"], num_blocks=4)
     driver.add("a", prompt=10, max_tokens=1, transfer=produce())
     driver.steps(2)
     driver.add("b", prompt=10, max_tokens=1)

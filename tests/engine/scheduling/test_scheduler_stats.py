@@ -26,7 +26,7 @@ from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, 
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, connected, produce
 
 
 def test_gauges_follow_the_requests():
@@ -46,9 +46,7 @@ def test_gauges_follow_the_requests():
 
 
 def test_a_request_whose_kv_is_on_its_way_has_no_tokens_to_compute_and_is_not_the_oldest_in_line():
-    connector = FakeConnector()
-    connector.offers["far"] = (10, True)
-    driver = Driver(connector=connector, max_num_seqs=1)
+    driver, _ = connected({"far": (10, True)}, max_num_seqs=1)
     driver.add("far", prompt=10, arrival_time=1.0)
     assert driver.scheduler.stats().waiting_tokens == 10
     driver.step()
@@ -154,8 +152,7 @@ def test_a_request_tells_how_long_it_stood_in_line():
 @pytest.fixture
 def driver() -> Driver:
     """One request runs, one waits, one loads, one is held; some blocks are cached and free."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_num_seqs=2)
+    driver, connector = connected(max_num_seqs=2)
     driver.add("gone", list(range(12)), max_tokens=1)
     driver.run()
     connector.keeps.add("held")
