@@ -32,16 +32,14 @@ from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver, load
+from tests.engine.model.driver import answer_of, load
 
 PROMPT = [7, 9, 11, 13, 5]
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
 
 
 def greedy(runner: TorchRunner, num_tokens: int = 6) -> list[int]:
-    driver = Driver(runner)
-    driver.add("r", PROMPT)
-    return driver.generate(num_tokens)["r"]
+    return answer_of(runner, PROMPT, num_tokens)
 
 
 def refusal(path: Path | str, **options: Any) -> str:
@@ -92,9 +90,7 @@ def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) 
     assert load(llama).info.max_model_len == 1024
     prompt = [3 + 7 * index % 120 for index in range(300)]
     (expected,) = tiny.reference(llama, [prompt], 4)
-    driver = Driver(load(llama))
-    driver.add("r", prompt)
-    assert driver.generate(4)["r"] == expected.tokens
+    assert answer_of(load(llama), prompt, 4) == expected.tokens
 
 
 def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_range(llama: Path) -> None:

@@ -22,7 +22,7 @@ from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.stages import layers_of_stage
 from tests.engine.model import driver, tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, answer_of
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
 from tests.engine.model.test_wide import held_after
@@ -262,9 +262,7 @@ def expect_in_two_stages(path: Path) -> None:
     prompt = list(range(3, 20))
     (expected,) = tiny.reference(path, [prompt], NUM_TOKENS)
     with ranks_here(2, partial(load, path), 2) as runner:
-        driver = Driver(runner)
-        driver.add("r", prompt)
-        assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
+        assert answer_of(runner, prompt, NUM_TOKENS) == expected.tokens
 
 
 def test_what_a_model_does_between_two_layers_is_done_once(changed_llama: Callable[[str], None], small: Path) -> None:

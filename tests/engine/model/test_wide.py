@@ -29,7 +29,7 @@ from tandem.engine.model.wide.forward import LeadingForward
 from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.pooling import Pooling, PoolingKind
 from tests.engine.model import driver, tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, answer_of
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
 from tests.more import more
@@ -141,9 +141,7 @@ def test_where_latents_are_not_known_each_rank_keeps_the_keys_of_its_heads(
     monkeypatch.setattr(probe, "latents_wing", lambda: None)
     with ranks_here(2, partial(load, path)) as runner:
         assert runner.kv_cache.shape[3] == 4
-        driver = Driver(runner)
-        driver.add("r", prompt)
-        assert driver.generate(NUM_TOKENS, max_chunk=2)["r"] == answer.tokens
+        assert answer_of(runner, prompt, NUM_TOKENS, max_chunk=2) == answer.tokens
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
@@ -236,9 +234,7 @@ def fused_on_ranks(path: Path, dtype: str = "float32") -> tuple[list[Fused | Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.engine.model.fused.find.fuse", noted)
         with ranks_here(2, partial(load, path, dtype=dtype)) as runner:
-            driver = Driver(runner)
-            driver.add("r", [5, 9, 11, 7, 3])
-            return found, driver.generate(NUM_TOKENS)["r"]
+            return found, answer_of(runner, [5, 9, 11, 7, 3], NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
