@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-EVENTS = [
+EVENTS: list[Any] = [
     BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None]),
     BlockStored([b"c"], b"b", [5, 6], 2, lora_name="x", group_idx=1),
     BlockRemoved([b"c"], group_idx=1),
