@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +12,6 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.node.loop import EngineLoop, Mailbox
-from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
@@ -195,54 +192,11 @@ def test_the_runner_hears_of_a_preemption_even_when_nothing_is_computed() -> Non
     assert engine.worker.preemptions == 1  # type: ignore[union-attr]
 
 
-def a_request(
-    name: str = "a", prompt: Sequence[int] = (1, 2, 3), sampling: SamplingParams | None = None, **fields: object
-) -> Request:
-    return made_request(name, prompt, sampling or SamplingParams(max_tokens=5), **fields)
-
-
 def test_everything_after_preempted_is_an_end_and_has_a_reason():
     for status in RequestStatus:
-        each = a_request()
+        each = request()
         each.status = status
         ended = status.name.startswith("FINISHED")
         assert status.is_finished == each.is_finished == ended
         assert (each.finish_reason is not None) == ended
         assert status.is_blocked == status.name.startswith("WAITING_FOR")
-
-
-def test_priority_then_arrival_then_id_then_identity():
-    ordered = [
-        a_request("z", priority=-1, arrival_time=9.0),
-        a_request("y", priority=0, arrival_time=1.0),
-        a_request("a", priority=0, arrival_time=2.0),
-        a_request("b", priority=0, arrival_time=2.0),
-        a_request("a", priority=3, arrival_time=0.0),
-    ]
-    shuffled = random.Random(0).sample(ordered, len(ordered))
-    assert sorted(shuffled) == ordered
-    one, other = a_request("a", arrival_time=1.0), a_request("a", arrival_time=1.0)
-    assert (one < other) != (other < one)
-
-
-def test_log_probabilities_of_the_prompt_rule_out_the_prefix_cache():
-    assert a_request(sampling=SamplingParams(prompt_logprobs=0)).skip_reading_prefix_cache
-    assert a_request(skip_reading_prefix_cache=True).skip_reading_prefix_cache
-    assert not a_request().skip_reading_prefix_cache
-
-
-def test_limits_are_fixed_when_a_scheduler_accepts_it():
-    each = a_request(sampling=SamplingParams(max_tokens=5, stop_token_ids=[9]), eos_token_ids=frozenset({1}))
-    each.limit(7, frozenset({2}))
-    assert (each.length_limit, each.stop_token_ids) == (7, {1, 2, 9})
-    each.limit(100, frozenset())
-    assert each.length_limit == 8
-    deaf = a_request(sampling=SamplingParams(ignore_eos=True, stop_token_ids=[9]), eos_token_ids=frozenset({1}))
-    deaf.limit(100, frozenset({2}))
-    assert deaf.stop_token_ids == {9}
-
-
-def test_it_shows_where_it_stands():
-    each = a_request(media=[MediaFeature("hash", 0, 2)])
-    each.num_computed_tokens = 2
-    assert repr(each) == "<Request a WAITING 2/3 tokens computed>"

@@ -3,31 +3,29 @@ reads the whole text at once, in whatever chunks the text was computed."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from tandem.engine.config import AsyncScheduling
 from tandem.engine.model.speculation.eagle import EagleHead
 from tandem.kvtransfer.config import TransferConfig
-from tandem.wire.sampling import SamplingParams
 from tests.engine.eagle_files import ReferenceHead, ReferenceThirdHead, likely_words, save_head, save_third_head
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.test_draft_model import (
-    GREEDY,
     NEW_TOKENS,
     PROMPTS,
-    SEEDED,
     Alone,
     driven,
-    expect_the_same,
-    in_both_orders,
+    expect_guesses,
     refused,
     start,
     stats,
     without_drafts,
+)
+from tests.engine.test_draft_model import test_it_changes_no_token as test_it_changes_no_token
+from tests.engine.test_draft_model import (
+    test_with_preemptions_and_a_shared_cache as test_with_preemptions_and_a_shared_cache,
 )
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.more import more
@@ -40,13 +38,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["EAGLE-1", "EAGLE-3"])
-def head(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save = save_head if request.param == "EAGLE-1" else save_third_head
     return save(llama, tmp_path_factory.mktemp("head"))
 
 
-def reference_of(llama: Path, head: Path) -> ReferenceHead | ReferenceThirdHead:
-    return (ReferenceThirdHead if head.name == "third" else ReferenceHead)(llama, head)
+def reference_of(llama: Path, draft: Path) -> ReferenceHead | ReferenceThirdHead:
+    return (ReferenceThirdHead if draft.name == "third" else ReferenceHead)(llama, draft)
 
 
 @pytest.fixture(scope="module")
@@ -60,42 +58,15 @@ def head_of(engine: OneEngine) -> EagleHead:
     return found
 
 
-@in_both_orders
-def test_it_changes_no_token(
-    llama: Path, head: Path, alone: Alone, sampling: SamplingParams, ahead: AsyncScheduling
-) -> None:
-    engine = start(llama, head, ahead=ahead)
-    expect_the_same(engine, sampling, alone)
-    assert head_of(engine).num_cold == 0
-
-
-@pytest.mark.parametrize("sampling", [SEEDED, *more([GREEDY])])
-def test_with_preemptions_and_a_shared_cache(llama: Path, head: Path, alone: Alone, sampling: SamplingParams) -> None:
-    engine = start(llama, head, num_blocks=20, caching=True)
-    for _ in range(2):
-        found = expect_the_same(engine, sampling, alone)
-    assert found.preemptions
-
-
 @pytest.mark.parametrize(("native", "piece"), [(False, 3), *more([(True, 3), (True, 64), (False, 64)])])
-def test_its_guesses_are_those_of_the_whole_text(llama: Path, head: Path, native: bool, piece: int) -> None:
-    driver, reference = Driver(driven(llama, head, native)), reference_of(llama, head)
-    for name, prompt in PROMPTS.items():
-        driver.add(name, prompt)
-    numbers, compared = random.Random(7), 0
-    while unfinished := [each for each in driver.requests.values() if len(each.output) < NEW_TOKENS]:
-        some = [each for each in unfinished if numbers.random() < 0.7] or unfinished
-        # Sometimes what was guessed is not checked, and the text goes on without.
-        driver.step({each.req_id: min(each.pending, piece) for each in some}, guesses=numbers.random() < 0.7)
-        for req_id, drafts in driver.last.draft_token_ids.items():
-            assert drafts == reference.after(driver.requests[req_id].tokens, len(drafts))
-            compared += 1
-    assert compared > 20
+def test_its_guesses_are_those_of_the_whole_text(llama: Path, draft: Path, native: bool, piece: int) -> None:
+    driver = Driver(driven(llama, draft, native))
+    expect_guesses(driver, reference_of(llama, draft), piece)
     assert driver.num_accepted
 
 
-def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path, head: Path) -> None:
-    engine, plain = start(llama, head, caching=True), start(llama, guesses=0, caching=True)
+def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path, draft: Path) -> None:
+    engine, plain = start(llama, draft, caching=True), start(llama, guesses=0, caching=True)
     text = [3 + 7 * place % 90 for place in range(41)]
     # The second is the first; the third leaves it after 22 tokens, in a block; the fourth where a block ends.
     texts = [text, text, [*text[:22], *range(20, 40)], [*text[:20], *range(40, 60)]]
@@ -109,9 +80,9 @@ def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path,
     assert head_of(engine).num_cold == 0
 
 
-def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
+def test_a_request_for_one_token_costs_nothing(llama: Path, draft: Path) -> None:
     """As a prefill node's are."""
-    engine, plain = start(llama, head, caching=True), start(llama, guesses=0, caching=True)
+    engine, plain = start(llama, draft, caching=True), start(llama, guesses=0, caching=True)
     for turn in range(2):
         for each in (engine, plain):
             each.add(f"long {turn}", PROMPTS["r1"], NEW_TOKENS, None)
@@ -122,9 +93,9 @@ def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
     assert stats(engine).prompt_tokens_cached == stats(plain).prompt_tokens_cached - given_up
 
 
-def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -> None:
+def test_after_a_handover_it_begins_at_the_next_block(llama: Path, draft: Path) -> None:
     transfer = TransferConfig(checksums=True)
-    with start(llama, "", transfer, "p", guesses=0) as producer, start(llama, head, transfer, "c") as consumer:
+    with start(llama, "", transfer, "p", guesses=0) as producer, start(llama, draft, transfer, "c") as consumer:
         prompt = PROMPTS["r3"]
         expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
         consumer.answer("before", PROMPTS["r2"], NEW_TOKENS)
@@ -134,9 +105,9 @@ def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -
         assert stats(consumer).speculative_drafted > guessed
 
 
-def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: Path, head: Path) -> None:
-    driver, elsewhere = Driver(driven(llama, head)), Driver(driven(llama, ""))
-    reference, prompt = reference_of(llama, head), PROMPTS["r1"]
+def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: Path, draft: Path) -> None:
+    driver, elsewhere = Driver(driven(llama, draft)), Driver(driven(llama, ""))
+    reference, prompt = reference_of(llama, draft), PROMPTS["r1"]
     elsewhere.add("r", prompt)
     elsewhere.step({"r": len(prompt)})
     driver.adopt("r", elsewhere)

@@ -126,26 +126,24 @@ def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
         expect_all(engine, lab)
 
 
-@pytest.mark.parametrize("batched", [7, *more([1, 64, 512])])
-def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
-    with lab.start(batched=batched) as engine:
-        expect_all(engine, lab)
-
-
 @pytest.mark.parametrize(
-    "scheduling",
-    [{"async_scheduling": AsyncScheduling.ALWAYS}, {"num_speculative_tokens": 3}, {"max_loras": 1}],
-    ids=["planned ahead", "with drafts", "where adapters are served"],
+    "options",
+    [
+        {"batched": 7},
+        *more({"batched": size} for size in (1, 64, 512)),
+        pytest.param({"batched": 19, "kept": 40, "async_scheduling": AsyncScheduling.ALWAYS}, id="planned ahead"),
+        pytest.param({"batched": 19, "kept": 40, "num_speculative_tokens": 3}, id="with drafts"),
+        pytest.param({"batched": 19, "kept": 40, "max_loras": 1}, id="where adapters are served"),
+        pytest.param({"encoded": 4, "kept": 0}, id="in an encoder cache for one image"),
+        pytest.param({"encoded": 4, "kept": 16}, id="and for a bit more"),
+        pytest.param({"batched": 512, "encoded": 256, "kept": 256, "chunked_prefill": False}, id="in one piece"),
+    ],
+    ids=str,
 )
-def test_with_what_else_a_step_can_have(lab: ImageLab, scheduling: dict[str, Any]) -> None:
-    with lab.start(batched=19, kept=40, **scheduling) as engine:
-        expect_all(engine, lab)
-
-
-@pytest.mark.parametrize("more", [0, 16])
-def test_an_encoder_cache_that_holds_little_delays_and_changes_nothing(lab: ImageLab, more: int) -> None:
+def test_any_chunks_beside_any_others(lab: ImageLab, options: dict[str, Any]) -> None:
     largest = max(part.length for name in PROMPTS for part in lab.prompt(name)[1])
-    with lab.start(encoded=4, kept=largest + more) as engine:
+    kept = options.get("kept", 64)
+    with lab.start(**options | {"kept": kept if kept > 16 else largest + kept}) as engine:
         expect_all(engine, lab)
 
 
@@ -178,19 +176,16 @@ def test_a_prefix_is_found_by_prompts_with_the_same_image_alone(lab: ImageLab) -
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4 + common
 
 
-def test_prompts_in_one_piece(lab: ImageLab) -> None:
-    with lab.start(batched=512, encoded=256, kept=256, chunked_prefill=False) as engine:
-        expect_all(engine, lab)
-    with (
-        lab.start(batched=512, encoded=16, chunked_prefill=False) as engine,
-        pytest.raises(InvalidRequest, match=r"scheduler\.chunked_prefill"),
-    ):
-        add(engine, lab, "one")
-
-
-def test_an_image_that_the_encoder_cache_cannot_hold_is_refused(lab: ImageLab) -> None:
-    with lab.start(kept=3) as engine:
-        with pytest.raises(InvalidRequest, match=r"cache\.encoder_tokens"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batched": 512, "encoded": 16, "chunked_prefill": False}, r"scheduler\.chunked_prefill"),
+        ({"kept": 3}, r"cache\.encoder_tokens"),
+    ],
+)
+def test_an_image_that_there_is_no_room_for_is_refused(lab: ImageLab, options: dict[str, Any], said: str) -> None:
+    with lab.start(**options) as engine:
+        with pytest.raises(InvalidRequest, match=said):
             add(engine, lab, "one")
         add(engine, lab, "text")
         assert engine.run_all() == {"text": lab.answers["text"]}

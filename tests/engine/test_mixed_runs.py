@@ -42,7 +42,7 @@ from tests.more import more
 from tests.pictures import picture
 
 ANSWERS = int(os.environ.get("TANDEM_MIXED_ANSWERS", "50"))
-KINDS = ["llama", "images", *more(["gemma3", "qwen3.5", "recurrent-gemma"])]
+KINDS = ["llama", "images", *more(["gemma3", "mistral-window", "llama4", "qwen3.5", "recurrent-gemma"])]
 BLOCK = 4
 DRAFTS = 2
 REQUESTS = 18  # of one life of an engine
@@ -249,7 +249,6 @@ class MixedRun:
             named = draw.choice(["law", "art"])
             fields = {"lora": identity_of(named, adapters.served[named])}
         elif lab.kind in ("llama", "qwen3.5") and draw.random() < 0.2:
-            rows = draw.choice(lab.rows)[: draw.randrange(4, 39), : self.runner.info.num_kv_heads and None]
             rows = draw.choice(lab.rows)
             embeds = embeds_of(rows[: draw.randrange(4, len(rows) + 1)])
             fields = {"embeds": embeds, "media": embeds.features()}

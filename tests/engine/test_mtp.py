@@ -3,7 +3,6 @@ reads the whole text at once."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,17 @@ import pytest
 from tests.engine import mtp_files
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.test_draft_model import GREEDY, NEW_TOKENS, PROMPTS, SEEDED, answers, driven, refused, start, stats
+from tests.engine.test_draft_model import (
+    GREEDY,
+    NEW_TOKENS,
+    SEEDED,
+    answers,
+    driven,
+    expect_guesses,
+    refused,
+    start,
+    stats,
+)
 from tests.more import more
 
 
@@ -34,17 +43,7 @@ def test_it_changes_no_token(model: Path) -> None:
 
 
 def test_its_guesses_are_those_of_transformers_head(model: Path, kind: str) -> None:
-    driver, reference = Driver(driven(model, "mtp")), mtp_files.ReferenceHead(model, kind)
-    for name, prompt in PROMPTS.items():
-        driver.add(name, prompt)
-    numbers, compared = random.Random(7), 0
-    while unfinished := [each for each in driver.requests.values() if len(each.output) < NEW_TOKENS]:
-        some = [each for each in unfinished if numbers.random() < 0.7] or unfinished
-        driver.step({each.req_id: min(each.pending, 3) for each in some}, guesses=numbers.random() < 0.7)
-        for req_id, drafts in driver.last.draft_token_ids.items():
-            assert drafts == reference.after(driver.requests[req_id].tokens, len(drafts))
-            compared += 1
-    assert compared > 20
+    expect_guesses(Driver(driven(model, "mtp")), mtp_files.ReferenceHead(model, kind), 3)
 
 
 def test_a_head_that_is_right_saves_steps(kind: str, tmp_path: Path) -> None:

@@ -80,39 +80,34 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Lab(path, prompts, dict(zip(prompts, expected(path, list(prompts.values())), strict=True)))
 
 
-def test_the_library_reads_them_itself(tmp_path: Path) -> None:
-    with Lab(tiny.save("llama", tmp_path), {}, {}).start() as engine:
-        assert isinstance(engine.engine.runner.forward, NativeLlamaForward)  # type: ignore[attr-defined]
-        assert engine.engine.runner.info.embed_size == 32
+@pytest.mark.parametrize(("kind", "native", "size"), [("llama", True, 32), ("gemma3n", False, 0)])
+def test_the_library_reads_them_itself_and_models_that_ask_for_tokens_take_none(
+    kind: str, native: bool, size: int, tmp_path: Path
+) -> None:
+    with Lab(tiny.save(kind, tmp_path), {}, {}).start() as engine:
+        assert isinstance(engine.engine.runner.forward, NativeLlamaForward) == native  # type: ignore[attr-defined]
+        assert engine.engine.runner.info.embed_size == size
 
 
-def test_models_that_ask_for_tokens_take_none(tmp_path: Path) -> None:
-    with Lab(tiny.save("gemma3n", tmp_path), {}, {}).start() as engine:
-        assert engine.engine.runner.info.embed_size == 0
-
-
-@pytest.mark.parametrize("batched", [7, *more([1, 64])])
-def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        {"batched": 7},
+        *more([{"batched": 1}, {"batched": 64}]),
+        pytest.param({"batched": 19, "async_scheduling": AsyncScheduling.ALWAYS}, id="planned ahead"),
+        pytest.param({"batched": 19, "num_speculative_tokens": 3}, id="with drafts"),
+    ],
+    ids=str,
+)
+def test_any_chunks_beside_any_others(lab: Lab, scheduling: dict[str, Any]) -> None:
     tokens = [5, 9, 3, 77, 21, 8]
-    with lab.start(batched=batched) as engine:
+    with lab.start(**scheduling) as engine:
         for name in lab.prompts:
             lab.add(engine, name)
         engine.add("tokens", tokens, NEW_TOKENS, None)
         answers = engine.run_all()
         (of_tokens,) = tiny.reference(lab.path, [tokens], NEW_TOKENS)
         assert answers == {**lab.answers, "tokens": of_tokens.tokens}
-
-
-@pytest.mark.parametrize(
-    "scheduling",
-    [{"async_scheduling": AsyncScheduling.ALWAYS}, {"num_speculative_tokens": 3}],
-    ids=["planned ahead", "with drafts"],
-)
-def test_with_what_else_a_step_can_have(lab: Lab, scheduling: dict[str, Any]) -> None:
-    with lab.start(batched=19, **scheduling) as engine:
-        for name in lab.prompts:
-            lab.add(engine, name)
-        assert engine.run_all() == lab.answers
 
 
 def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:

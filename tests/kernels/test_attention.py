@@ -79,24 +79,21 @@ class PagedKeys:
         torch.testing.assert_close(self.run(threads), self.expected(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("head_dim", [8, 10, 32, 40, 64, 80, 96, 128, 192, 256])
-def test_head_sizes(unit: Unit, head_dim: int) -> None:
-    PagedKeys(unit, [1, 19, 1], [300, 40, 7], head_dim=head_dim).check()
+HEADS = [(1, 1), (4, 4), (9, 3), (14, 2), (15, 1), (16, 1), (20, 1), (32, 2)]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 512])
-def test_block_sizes(unit: Unit, block_size: int) -> None:
-    PagedKeys(unit, [1, 33, 3], [275, 290, 9], block_size=block_size).check()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (15, 1), (16, 1), (20, 1), (32, 2)])
-def test_query_heads_share_kv_heads(unit: Unit, heads: int, kv_heads: int) -> None:
-    PagedKeys(unit, [1, 2, 18], [260, 31, 530], heads=heads, kv_heads=kv_heads, head_dim=32).check()
-
-
-@pytest.mark.parametrize("window", [1, 5, 16, 100, 256, 257, 1000])
-def test_sliding_window(unit: Unit, window: int) -> None:
-    PagedKeys(unit, [1, 40, 4, 300], [700, 640, 600, 300], window=window, head_dim=32).check()
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"head_dim": size} for size in (8, 10, 32, 40, 64, 80, 96, 128, 192, 256)),
+        *({"block_size": size} for size in (1, 2, 4, 8, 16, 32, 64, 512)),
+        *({"heads": heads, "kv_heads": kv_heads, "head_dim": 32} for heads, kv_heads in HEADS),
+        *({"window": window, "head_dim": 32} for window in (1, 5, 16, 100, 256, 257, 1000)),
+    ],
+    ids=str,
+)
+def test_shapes(unit: Unit, shape: dict[str, int]) -> None:
+    PagedKeys(unit, [1, 40, 3, 300, 1], [700, 640, 31, 530, 7], **shape).check()
 
 
 @settings(max_examples=20, deadline=None)

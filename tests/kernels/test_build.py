@@ -44,8 +44,11 @@ def write_compiler(path: Path, script: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_compiles_once_and_keeps_it(compiler: Path) -> None:
-    path = library_path()
+def test_compiles_once_and_keeps_it_and_tells_its_progress(compiler: Path) -> None:
+    told: list[tuple[str, float]] = []
+    path = library_path(lambda what, share: told.append((what, share)))
+    assert told[0][1] == 0.0
+    assert re.fullmatch(r"compiling the native library, 0 of \d+ files \(\d+ s of computing\)", told[0][0])
     assert path.read_text() == "compiled\n"
     commands = compiler.read_text().splitlines()
     assert library_path() == path
@@ -129,13 +132,6 @@ def test_a_library_for_all_processors_serves_every_one(
     assert of_all != of_this
     assert library_path() == of_all
     assert not any(build.LEFT_OUT in line for line in compiler.read_text().splitlines()[-15:])
-
-
-def test_its_progress_is_told_in_files_and_computing(compiler: Path) -> None:
-    told: list[tuple[str, float]] = []
-    library_path(lambda what, share: told.append((what, share)))
-    assert told[0][1] == 0.0
-    assert re.fullmatch(r"compiling the native library, 0 of \d+ files \(\d+ s of computing\)", told[0][0])
 
 
 def test_whoever_watches_a_terminal_sees_it_compute(compiler: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from array import array
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import Cancelled, NodeLost, Unavailable
 from tandem.node.answers import KeptAnswers
 from tandem.node.config import AnswersConfig
-from tandem.node.requests import LiveRequests, keeps_here
+from tandem.node.requests import LiveRequests, keeps_here, writes_states_here
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import Follow, KeepAnswer, KVTransferParams, Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -210,18 +210,15 @@ def test_a_follower_that_goes_away_is_told_no_more() -> None:
     assert len(kept.sent) == 1
 
 
-def test_who_keeps_an_answer() -> None:
-    plain = Submit("r", ROUTER, 60.0, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=3))
-    keep = KeepAnswer("a", 1, b"")
-    peer = PeerAddress("p0", 1, "tcp://peer:1")
-
-    def role(which: TransferRole) -> Submit:
-        transfer = KVTransferParams("t", which, peer)
-        return Submit(
-            "r", ROUTER, 60.0, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=3), transfer=transfer, keep=keep
-        )
-
-    assert not keeps_here(plain)
-    assert keeps_here(role(TransferRole.CONSUME))
-    assert not keeps_here(role(TransferRole.PRODUCE))
-    assert array("i").itemsize == 4  # the bytes that the limit counts for a token
+@pytest.mark.parametrize("role", list(TransferRole))
+def test_of_a_pair_the_prefill_node_writes_hidden_states_and_the_decode_node_keeps_the_answer(
+    role: TransferRole,
+) -> None:
+    transfer = KVTransferParams("t", role, PeerAddress("p0", 1, "tcp://peer:1"))
+    sampling = SamplingParams(hidden_states="x")
+    asked = msgspec.structs.replace(
+        submit("r", 60.0), transfer=transfer, keep=KeepAnswer("a", 1, b""), sampling=sampling
+    )
+    assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
+    assert keeps_here(asked) == (role is TransferRole.CONSUME)
+    assert not keeps_here(submit("plain", 60.0))

@@ -24,7 +24,6 @@ from tandem.engine.model.runner import Grammars
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
-from tandem.node.requests import writes_states_here
 from tandem.node.service import NodeService
 from tandem.node.wings import wings
 from tandem.prefill_node.node import PrefillRules
@@ -200,11 +199,6 @@ def test_a_request_that_moved_here_goes_on_where_it_was(node: Node) -> None:
     assert [(chunk.start, chunk.token_ids) for chunk in chunks] == [(2, [107]), (3, [108])]
 
 
-def test_a_request_that_can_never_run_is_refused_with_the_reason(node: Node) -> None:
-    node.submit(prompt=100_001)
-    assert node.refusal().code == "context_length_exceeded"
-
-
 def test_a_cancelled_request_frees_its_blocks_and_says_nothing(node: Node) -> None:
     node.submit(sampling=ENDLESS, prompt=5)
     node.outgoing.batches.get(timeout=PATIENCE_S)
@@ -258,9 +252,10 @@ def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
     status = node.outgoing.status_where(lambda s: s.state is NodeState.FAILED)
     assert "boom" in status.detail
     node.submit("later")
-    [refused] = node.outgoing.until_finished("later")
-    assert refused.finish is FinishReason.ERROR
+    assert node.refusal("later").code
     assert node.service.failure is not None
+    assert not node.service.drain(PATIENCE_S)
+    assert node.service.status().state is NodeState.FAILED, "also when it is drained"
 
 
 def test_the_status_of_a_node_that_rests_is_of_now(node: Node) -> None:
@@ -343,17 +338,6 @@ def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> 
     assert node.service.status().running == 0
 
 
-def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: Node) -> None:
-    node.outgoing.gone.add(ROUTER)
-    node.submit("unread", sampling=ENDLESS)
-    until(lambda: bool(node.outgoing.forgotten))
-    node.outgoing.gone.clear()
-    lost = len(node.outgoing.forgotten)  # once more if a report found it before its request was taken up
-    node.submit("again")
-    assert node.outgoing.until_finished("again")
-    assert len(node.outgoing.forgotten) == lost
-
-
 def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -> None:
     node.service.receive(Ping(reply_to=ROUTER))
     node.outgoing.died = "OSError: out of memory"
@@ -400,15 +384,6 @@ def test_the_requests_of_a_router_that_was_started_again_at_the_same_address_are
     assert node.outgoing.held.get(timeout=PATIENCE_S).requests == {}
 
 
-def test_a_node_that_has_failed_stays_failed_when_it_is_drained(node: Node) -> None:
-    node.runner.error = RuntimeError("boom")
-    node.submit()
-    node.outgoing.until_finished("r")
-    node.outgoing.status_where(lambda status: status.state is NodeState.FAILED)
-    assert not node.service.drain(PATIENCE_S)
-    assert node.service.status().state is NodeState.FAILED
-
-
 def test_a_draining_node_finishes_what_it_has_and_refuses_the_rest(node: Node) -> None:
     node.submit("old", sampling=SamplingParams(max_tokens=150, ignore_eos=True))
     node.outgoing.batches.get(timeout=PATIENCE_S)
@@ -421,61 +396,52 @@ def transfer(role: TransferRole) -> KVTransferParams:
     return KVTransferParams("t", role, PeerAddress("n1", 1, "tcp://peer:1"))
 
 
-class TestPrefillRules:
-    rules = PrefillRules()
-
-    def submit(self, max_tokens: int, outputs: int = 0, role: TransferRole | None = TransferRole.PRODUCE) -> Submit:
-        return Submit(
-            request_id="r",
-            reply_to=ROUTER,
-            prompt_token_ids=[1],
-            sampling=SamplingParams(max_tokens=max_tokens),
-            timeout_s=1,
-            output_token_ids=[5] * outputs,
-            transfer=transfer(role) if role else None,
-        )
-
-    def finish(self, submit: Submit, reason: FinishReason) -> FinishReason | None:
-        from tandem.wire.requests import TokenChunk
-
-        return self.rules.finish_of(submit, TokenChunk("r", 0, [1], finish=reason))
-
-    def test_one_token_is_sampled_and_then_handed_over(self) -> None:
-        submit = self.submit(max_tokens=9)
-        assert self.rules.sampling_for(submit).max_tokens == 1
-        assert self.finish(submit, FinishReason.LENGTH) is FinishReason.HANDOFF
-
-    def test_a_request_that_moved_samples_one_more(self) -> None:
-        assert self.rules.sampling_for(self.submit(max_tokens=9, outputs=3)).max_tokens == 4
-
-    def test_the_last_token_allowed_is_the_end_and_no_handover(self) -> None:
-        assert self.finish(self.submit(max_tokens=1), FinishReason.LENGTH) is FinishReason.LENGTH
-        assert self.finish(self.submit(max_tokens=4, outputs=3), FinishReason.LENGTH) is FinishReason.LENGTH
-
-    def test_a_stop_token_is_the_end(self) -> None:
-        assert self.finish(self.submit(max_tokens=9), FinishReason.STOP) is FinishReason.STOP
-
-    def test_without_a_transfer_it_is_an_ordinary_request(self) -> None:
-        submit = self.submit(max_tokens=9, role=None)
-        assert self.rules.sampling_for(submit).max_tokens == 9
-        assert self.finish(submit, FinishReason.LENGTH) is FinishReason.LENGTH
-
-
-def test_a_decode_node_is_not_asked_to_send(node: Node) -> None:
-    node.submit(transfer=transfer(TransferRole.PRODUCE))
-    assert node.refusal().code == "invalid_request"
+@pytest.mark.parametrize(
+    ("most", "said", "role", "ended", "asked", "finish"),
+    [
+        pytest.param(9, 0, TransferRole.PRODUCE, "length", 1, "handoff", id="one token, and then it is handed over"),
+        pytest.param(9, 3, TransferRole.PRODUCE, "length", 4, "handoff", id="one more if it has moved"),
+        pytest.param(1, 0, TransferRole.PRODUCE, "length", 1, "length", id="the last token allowed is the end"),
+        pytest.param(4, 3, TransferRole.PRODUCE, "length", 4, "length", id="also if it has moved"),
+        pytest.param(9, 0, TransferRole.PRODUCE, "stop", 1, "stop", id="a stop token is the end"),
+        pytest.param(9, 0, None, "length", 9, "length", id="without a transfer it is an ordinary request"),
+    ],
+)
+def test_a_prefill_node_samples_one_token(
+    most: int, said: int, role: TransferRole | None, ended: str, asked: int, finish: str
+) -> None:
+    rules, sampling = PrefillRules(), SamplingParams(max_tokens=most)
+    submit = Submit(
+        "r", ROUTER, 1.0, prompt_token_ids=[1], sampling=sampling, output_token_ids=[5] * said,
+        transfer=transfer(role) if role else None,
+    )  # fmt: skip
+    assert rules.sampling_for(submit).max_tokens == asked
+    assert rules.finish_of(submit, TokenChunk("r", 0, [1], finish=FinishReason(ended))) == finish
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt_token_ids": [5, 2000]}, {"prompt_token_ids": [-1]}, {"output_token_ids": [9, 2**31]}]
+    ("fields", "code", "says"),
+    [
+        pytest.param({"prompt": 100_001}, "context_length_exceeded", "100001", id="it can never run"),
+        pytest.param(
+            {"transfer": transfer(TransferRole.PRODUCE)}, "invalid_request", "", id="decode nodes do not send"
+        ),
+        pytest.param({"prompt_token_ids": [5, 2000]}, "invalid_request", "2000", id="no token of the model"),
+        pytest.param({"prompt_token_ids": [-1]}, "invalid_request", "2000", id="no token"),
+        pytest.param({"output_token_ids": [9, 2**31]}, "invalid_request", "2000", id="no token that was said"),
+        pytest.param(
+            {"sampling": SamplingParams(hidden_states="x")},
+            "invalid_request",
+            "model.hidden_states_folder",
+            id="no folder",
+        ),
+    ],
 )
-def test_tokens_that_the_model_does_not_know_are_refused(node: Node, fields: dict[str, list[int]]) -> None:
-    sampling = SamplingParams(max_tokens=4)
-    tokens = {"prompt_token_ids": [5], **fields}
-    node.service.receive(Submit(request_id="r", reply_to=ROUTER, sampling=sampling, timeout_s=9.0, **tokens))
+def test_what_this_node_cannot_do_is_refused_with_the_reason(node: Node, fields: dict, code: str, says: str) -> None:
+    node.submit(**fields)
     error = node.refusal()
-    assert error.code == "invalid_request"
-    assert "2000" in error.message
+    assert error.code == code
+    assert says in error.message
     node.expect_served("next")
 
 
@@ -536,12 +502,6 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
 
 
-def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
-    with Node(DecodeRules(Role.DECODE)) as made:
-        made.submit(sampling=SamplingParams(max_tokens=4, hidden_states="x"))
-        assert "model.hidden_states_folder" in made.refusal().message
-
-
 def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() -> None:
     wanting = SamplingParams(max_tokens=4, temperature=0, hidden_states="x")
     with Node(DecodeRules(Role.DECODE), states_folder="/states") as made:
@@ -552,15 +512,6 @@ def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() ->
         assert error.code == "overloaded"
         assert "hidden_states: the folder takes files more slowly" in error.message
         made.expect_served("t")  # it asks for none
-
-
-@pytest.mark.parametrize("role", list(TransferRole))
-def test_of_a_pair_the_prefill_node_writes_hidden_states(role: TransferRole) -> None:
-    transfer = KVTransferParams("t", role, PeerAddress("p", 1, "tcp://127.0.0.1:9"))
-    asked = Submit(
-        "r", ROUTER, 60.0, prompt_token_ids=[5], sampling=SamplingParams(hidden_states="x"), transfer=transfer
-    )
-    assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
 
 
 def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> PlainBook:
@@ -646,8 +597,7 @@ def test_an_adapter_that_the_engine_does_not_take_fails_its_change_and_nothing_e
         with pytest.raises(ConfigurationError, match="'odd' does not fit"):
             node.service.set_adapters([Adapter("odd", "1" * 64, {})], frozenset(), PATIENCE_S)
         assert node.service.status().adapters == {"sql": "d" * 64}
-        node.submit(lora=identity_of("sql", "d" * 64))
-        assert node.outgoing.until_finished("r")[-1].finish is FinishReason.LENGTH
+        node.expect_served("r", lora=identity_of("sql", "d" * 64))
 
 
 RUN = MediaFeature("m/0", 2, 1)

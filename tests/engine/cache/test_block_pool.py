@@ -74,14 +74,10 @@ def test_copies_are_kept_and_the_first_is_the_one_that_is_found():
     first, second, third = pool.take(3)
     for block in (first, second, third):
         pool.cache(0, block, b"h")
-    assert pool.lookup(0, b"h") == first
-    pool.uncache(first)
-    assert pool.lookup(0, b"h") == second
-    pool.uncache(third)
-    assert pool.lookup(0, b"h") == second
-    pool.uncache(second)
-    assert pool.lookup(0, b"h") is None
-    pool.uncache(second)  # once more does no harm
+    for block, found in ((None, first), (first, second), (third, second), (second, None), (second, None)):
+        if block is not None:
+            pool.uncache(block)  # the last one twice, which does no harm
+        assert pool.lookup(0, b"h") == found
     pool.check_integrity([[first, second, third]])
 
 
@@ -96,21 +92,15 @@ def test_groups_find_only_their_own():
     assert pool.lookup(1, b"h") == other
 
 
-def test_a_run_ends_at_the_first_miss():
+def test_a_block_is_filed_once_and_a_run_ends_at_the_first_miss():
     pool = BlockPool(6)
     blocks = pool.take(3)
     for block, name in zip(blocks, (b"a", b"b", b"d"), strict=True):
         pool.cache(0, block, name)
     assert pool.lookup_run(0, [b"a", b"b", b"c", b"d"]) == blocks[:2]
     assert pool.lookup_run(0, []) == []
-
-
-def test_a_block_is_filed_once():
-    pool = BlockPool(3)
-    (block,) = pool.take(1)
-    pool.cache(0, block, b"h")
     with pytest.raises(InternalError, match="twice"):
-        pool.cache(0, block, b"other")
+        pool.cache(0, blocks[0], b"other")
 
 
 def test_everything_is_forgotten_and_what_is_used_stays_its_owners():
@@ -185,20 +175,16 @@ def test_a_large_pool_times_a_share_of_its_blocks():
     assert 400 < totals.evictions_timed < 600
 
 
-def test_nothing_is_popped_when_there_is_too_little():
+def test_only_what_is_in_the_queue_can_be_taken_from_it():
     queue = FreeBlockQueue(3)
     with pytest.raises(InternalError):
         queue.pop_front(4)
     assert queue.num_free == 3
-    queue.check_integrity()
-
-
-def test_only_what_is_in_the_queue_can_be_removed():
-    queue = FreeBlockQueue(3)
     (block,) = queue.pop_front(1)
     assert block not in queue
     with pytest.raises(InternalError):
         queue.remove(block)
+    queue.check_integrity()
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -51,6 +51,13 @@ def book(cache: KVCacheManager) -> list[tuple[int, int]]:
     return copies
 
 
+def kept(num_blocks: int = 60) -> tuple[KVCacheManager, Request, list[int]]:
+    """A cache, a request whose prompt of eleven tokens it has, and the checkpoint after eight."""
+    cache, one = a_cache(num_blocks), a_request("a", range(11))
+    begin(cache, one)
+    return cache, one, [target for _, target in book(cache)]
+
+
 def test_a_prompt_stops_at_its_last_whole_block_and_leaves_a_copy_there() -> None:
     cache, one = a_cache(), a_request("a", range(11))
     assert begin(cache, one) == [8, 11]
@@ -65,9 +72,7 @@ def test_a_prompt_stops_at_its_last_whole_block_and_leaves_a_copy_there() -> Non
 
 
 def test_a_later_prompt_gets_a_copy() -> None:
-    cache, one, two = a_cache(), a_request("a", range(11)), a_request("b", range(20))
-    begin(cache, one)
-    checkpoint = [target for _, target in book(cache)]
+    (cache, one, checkpoint), two = kept(), a_request("b", range(20))
     cache.free(one)
     assert begin(cache, two) == [16, 20], "from 8 on"
     (_, own), copies = cache.block_ids("b"), book(cache)
@@ -98,9 +103,7 @@ def test_a_place_that_saves_little_is_not_kept() -> None:
 
 def test_where_free_blocks_are_few_the_request_takes_the_checkpoint_over() -> None:
     """Nothing waits for blocks that a checkpoint has."""
-    cache, one = a_cache(num_blocks=1 + 3 + 3 + 3), a_request("a", range(11))
-    begin(cache, one)
-    checkpoint = [target for _, target in book(cache)]
+    cache, one, checkpoint = kept(1 + 3 + 3 + 3)
     others, _ = cache.block_ids("a")
     cache.pool.touch(others[2:])
     cache.free(one)
@@ -117,9 +120,7 @@ def test_where_free_blocks_are_few_the_request_takes_the_checkpoint_over() -> No
 
 @pytest.mark.parametrize("lost", range(3))
 def test_a_checkpoint_that_lost_a_block_is_not_found(lost: int) -> None:
-    cache, one = a_cache(), a_request("a", range(11))
-    begin(cache, one)
-    checkpoint = [target for _, target in book(cache)]
+    cache, _, checkpoint = kept()
     later = a_request("b", range(11))
     assert cache.find_prefix(later)[1] == 8
     cache.uncache([checkpoint[lost]])
@@ -134,18 +135,14 @@ def test_without_free_blocks_none_is_kept() -> None:
 
 
 def test_what_turned_out_wrong_is_found_by_none() -> None:
-    cache, one = a_cache(), a_request("a", range(11))
-    begin(cache, one)
-    book(cache)
+    cache, one, _ = kept()
     assert len(cache.cached_blocks_from(one, 7)) == 1 + 3, "a page and the checkpoint"
     cache.rewind(one, 7)
     assert cache.find_prefix(a_request("b", range(11)))[1] == 0
 
 
 def test_a_load_from_elsewhere_brings_its_own_states() -> None:
-    cache, one, two = a_cache(), a_request("a", range(11)), a_request("b", range(20))
-    begin(cache, one)
-    book(cache)
+    (cache, one, _), two = kept(), a_request("b", range(20))
     hits, found = cache.find_prefix(two)
     assert found == 8
     two.num_computed_tokens = 8

@@ -66,8 +66,7 @@ def test_a_wrong_block_of_a_state_makes_all_tokens_wrong() -> None:
 
 def test_a_state_that_lacks_a_block_is_noticed() -> None:
     cache, one = with_states(5, 5)
-    lost = cache.coordinator.managers[1].tables["a"].pop()
-    cache.pool.release([lost])
+    cache.pool.release([cache.coordinator.managers[1].tables["a"].pop()])
     with pytest.raises(InternalError, match="has 2 of 3 blocks of states"):
         cache.check_integrity({"a": one})
 

@@ -352,3 +352,10 @@ class Driver:
     def _give_back(self, block: int) -> None:
         self.runner.kv_cache[block] = float("nan")
         self.free.insert(self.random.randint(0, len(self.free)), block)
+
+
+def answer_of(runner: TorchRunner, prompt: list[int], num_tokens: int, max_chunk: int = 1 << 30) -> list[int]:
+    """The likeliest tokens after a prompt that runs alone."""
+    driver = Driver(runner)
+    driver.add("r", prompt)
+    return driver.generate(num_tokens, max_chunk)["r"]

@@ -1,7 +1,7 @@
 """Every causal model class of the pinned transformers: tiny, with random weights, served as a checkpoint like any other.
 
 `python -m tests.engine.model.every_class` runs them all and compares what comes of it with docs/models.md; `TYPE ...` runs some, and
-`--write` writes the page.
+`--write` writes the page's tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import gc
 import math
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -297,116 +299,35 @@ def _reason(text: str) -> str:
     return rest if found else text
 
 
-INTRODUCTION = """# Models
-
-This page lists every causal model class of transformers {version}, and says whether and how Tandem serves it. Look up the `model_type` of your
-model's `config.json`.
-
-Each class was made small, with random weights. A served class answered in float32 what `generate` answers: in uneven chunks and mixed batches,
-token by token, after losing its blocks, from a shared prefix, and some of them handed over in the middle of a prompt. A refused class is refused
-for the reason that stands here, before it serves anything. `make models-page` writes this page; `make test-models` runs every class again and
-compares, and the unit tests do so for some of them.
-
-- **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed). *By its own
-  code* means that Tandem computes no such attention: the model's code attends, one request at a time.
-- **Handed over**: between prefill and decode nodes, by push or pull. Models with recurrent states need blocks of one size on both.
-- **A token keeps**: the keys and values of a token in all layers, or the latents for them (DeepSeek and others), in memory and on the wire, for the
-  class's own default sizes in bfloat16. Your model may have other sizes. Layers with a sliding window, or chunks, keep them only for these tokens,
-  and layers that read another's keep nothing.
-- **And states**: how many of four layers keep recurrent states, whatever the number of tokens. Their prefix cache keeps states at some places of
-  a prompt.
-- **Images**: classes that read images are not in the list; [images](images.md) says which are served. A model with a vision tower stands here
-  for its text.
-
-{counts}
-
-## Encoder and decoder
-
-These types have an encoder that reads the whole prompt before a decoder writes the answer: `bart`, `blenderbot`, `blenderbot-small`, `marian`,
-`mbart`, `mt5`, `pegasus`, `plbart`, `t5`, `umt5`. Each was compared with `generate` in the same way (`tests/engine/model/test_crossed.py`). Other
-types are refused by name; Whisper is, because Tandem's API takes no audio.
-
-- Ask `/v1/completions`: the prompt is what the encoder reads, with the special tokens of its tokenizer. The decoder begins with
-  `decoder_start_token_id`, and `forced_bos_token_id` if the model's `generation_config.json` has one; the answer is what follows. A chat is
-  refused with 400, unless you give the model a chat template, whose text the encoder then reads.
-- A prompt and an answer may each be as long as the model's positions; `--max-model-len` limits both together, and for T5, whose positions have no
-  end, may be more than it was trained for. An answer that reaches the end finishes with `length`.
-- A prompt's blocks keep what cross-attention reads, in as many bytes as self-attention keeps of the answer's tokens. They are handed over from
-  prefill to decode nodes; the encoder runs on the node that reads the prompt, over all of it at once, whatever the size of a chunk.
-- There is no prefix cache for them: what the encoder makes of a token depends on the tokens after it. Settings of `generate` beside those above,
-  such as `num_beams` and `no_repeat_ngram_size`, are not read. Adapters, vectors, hidden states, draft models, log-probabilities of the prompt, an
-  FP8 cache, several ranks and GPUs are refused.
-
-## By family
-
-What most people ask for. A family is served when all its text classes are; `-` in the last column stands for text alone.
-
-| family | its types | served | computed by | images |
-|---|---|---|---|---|
-{families}
-"""
-
-# The family's name, its types, and what `docs/images.md` says of images.
-FAMILIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("Llama 2, 3; SmolLM2; Yi; TinyLlama", ("llama",), "SmolVLM, Idefics3"),
-    ("Llama 4", ("llama4_text",), "-"),
-    ("SmolLM3", ("smollm3",), "-"),
-    ("Mistral, Ministral", ("mistral", "ministral", "ministral3"), "-"),
-    ("Mixtral", ("mixtral",), "-"),
-    ("Qwen2, Qwen2.5", ("qwen2", "qwen2_moe"), "Qwen2-VL, Qwen2.5-VL"),
-    ("Qwen3", ("qwen3", "qwen3_moe"), "Qwen3-VL"),
-    ("Qwen3-Next, Qwen3.5", ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "-"),
-    ("DeepSeek-V2, V3, R1", ("deepseek_v2", "deepseek_v3"), "-"),
-    ("DeepSeek-V3.2, V4", ("deepseek_v32", "deepseek_v4"), "-"),
-    ("Gemma 2, 3", ("gemma2", "gemma3_text"), "-"),
-    ("Gemma 3n, 4", ("gemma3n_text", "gemma4_text"), "-"),
-    ("gpt-oss", ("gpt_oss",), "-"),
-    ("GLM-4, 4.5, 4.7-Flash", ("glm4", "glm4_moe", "glm4_moe_lite"), "-"),
-    ("GLM-5", ("glm_moe_dsa",), "-"),
-    ("Kimi Linear", ("kimi_linear",), "-"),
-    ("MiniMax-M2", ("minimax_m2",), "-"),
-    ("Phi-3, 4; Phi-3.5-MoE", ("phi3", "phimoe"), "-"),
-    ("Granite 3, 4", ("granite", "granitemoe", "granitemoehybrid"), "-"),
-    ("OLMo 2, 3", ("olmo2", "olmo3"), "-"),
-    ("Command R, Command A", ("cohere", "cohere2"), "-"),
-    ("Nemotron-H, Jamba, Bamba", ("nemotron_h", "jamba", "bamba"), "-"),
-    ("LFM2", ("lfm2", "lfm2_moe"), "-"),
-    ("Mamba, Mamba 2", ("mamba", "mamba2"), "-"),
-    ("GPT-2, GPT-J, GPT-NeoX, OPT", ("gpt2", "gptj", "gpt_neox", "opt"), "-"),
-    ("BLOOM, MPT, RWKV", ("bloom", "mpt", "rwkv"), "-"),
-    ("BERT and other encoders", ("bert", "roberta"), "-"),
-)
-
-
-def families(rows: dict[str, str]) -> str:
-    """The table by family, from the rows by type."""
-    return "".join(_family(name, types, images, rows) for name, types, images in FAMILIES)
-
-
-def _family(name: str, types: tuple[str, ...], images: str, rows: dict[str, str]) -> str:
-    served = [rows[kind].endswith("|") and rows[kind].count("|") > 3 for kind in types]
-    mark = "✓" if all(served) else "–" if not any(served) else "~"
-    ways = list(
-        dict.fromkeys(rows[kind].split("|")[2].strip() for kind, good in zip(types, served, strict=True) if good)
-    )
-    listed = ", ".join(f"`{kind}`" for kind in types)
-    return f"| {name} | {listed} | {mark} | {'; '.join(ways)} | {images} |\n"
+def families(text: str, rows: dict[str, str]) -> str:
+    """The page with its table by family filled in from the rows by type. A family's name, its types and what is said of images stand in
+    the page; whether it is served, and how, is found."""
+    lines = text.splitlines(keepends=True)
+    begin = lines.index("| family | its types | served | computed by | images |\n") + 2
+    for at in range(begin, lines.index("\n", begin)):
+        _, name, types, _, _, images, _ = lines[at].split("|")
+        all_of_it = [rows[kind] for kind in types.split("`")[1::2]]
+        served = [row for row in all_of_it if row.endswith("|") and row.count("|") > 3]
+        mark = "–" if not served else "✓" if served == all_of_it else "~"
+        ways = dict.fromkeys(row.split("|")[2].strip() for row in served)
+        lines[at] = f"|{name}|{types}| {mark} | {'; '.join(ways)} |{images}|\n"
+    return "".join(lines)
 
 
 def page(outcomes: list[Outcome]) -> str:
-    import transformers
-
+    """The page as it is, with what was found."""
     counts: dict[str, int] = {}
     for outcome in outcomes:
         counts[outcome.verdict] = counts.get(outcome.verdict, 0) + 1
     summary = ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in ("served", "refused", "not built") if verdict in counts
     )
-    text = INTRODUCTION.format(
-        version=transformers.__version__,
-        counts=f"{len(outcomes)} classes: {summary}.",
-        families=families({outcome.model_type: row(outcome) for outcome in outcomes}),
+    text = families(
+        PAGE.read_text(encoding="utf-8").partition("## Served\n")[0],
+        {outcome.model_type: row(outcome) for outcome in outcomes},
     )
+    text = re.sub(r"of transformers [\d.]+,", f"of transformers {transformers.__version__},", text)
+    text = re.sub(r"\d+ classes: .*", f"{len(outcomes)} classes: {summary}.", text)
     text += "## Served\n\n| type | computed by | handed over | a token keeps | and states |\n|---|---|---|---|---|\n"
     text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "served")
     text += "\n## Refused\n\n| type | why |\n|---|---|\n"

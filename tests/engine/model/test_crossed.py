@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,25 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny_crossed
-from tests.engine.model.driver import Driver, load
+from tests.engine.model.driver import load
+
+# What holds for models without an encoder holds for these.
+from tests.engine.model.test_runner_parity import Case as Case
+from tests.engine.model.test_runner_parity import (
+    test_a_request_moves_to_another_runner_with_its_blocks as test_a_request_moves_to_another_runner_with_its_blocks,
+)
+from tests.engine.model.test_runner_parity import test_drafts_change_no_token as test_drafts_change_no_token
+from tests.engine.model.test_runner_parity import (
+    test_mixed_batches_in_random_chunks as test_mixed_batches_in_random_chunks,
+)
+from tests.engine.model.test_runner_parity import (
+    test_requests_come_go_and_are_preempted_at_random as test_requests_come_go_and_are_preempted_at_random,
+)
 from tests.more import more
 
 NUM_TOKENS = 10
 LENGTHS = (1, 5, 23, 37, 16)
 QUICK = ("bart-forced", "t5")
-
-
-@dataclasses.dataclass
-class Case:
-    path: Path
-    runner: TorchRunner
-    prompts: list[list[int]]  # with the opening
-    answers: list[list[int]]
-    logprobs: list[list[float]]
-
-    def driver(self, seed: int, runner: TorchRunner | None = None) -> Driver:
-        return Driver(runner or self.runner, seed)
 
 
 @pytest.fixture(scope="module", params=[*QUICK, *more(name for name in tiny_crossed.CONFIGS if name not in QUICK)])
@@ -49,6 +49,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     answers = tiny_crossed.reference(path, prompts, NUM_TOKENS)
     return Case(
         path,
+        False,
         runner,
         [prompt + opening for prompt in prompts],
         [answer.tokens for answer in answers],
@@ -68,28 +69,6 @@ def test_a_token_that_generation_forces_belongs_to_the_opening(tmp_path: Path) -
     assert rules.opening == (2, 5)
 
 
-def test_mixed_batches_in_random_chunks(case: Case) -> None:
-    case.driver(1).expect(case.prompts, case.answers, case.logprobs)
-
-
-def test_requests_come_go_and_are_preempted_at_random(case: Case) -> None:
-    answers = case.driver(7).live(case.prompts, NUM_TOKENS)
-    assert [answers[str(index)] for index in range(len(case.prompts))] == case.answers
-
-
-@pytest.mark.parametrize("after", [1, *more([4])])
-def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_runner: TorchRunner, after: int) -> None:
-    prefill, decode = case.driver(1), case.driver(2, other_runner)
-    for index in (2, 3):
-        prefill.add(f"r{index}", case.prompts[index])
-    prefill.generate(after, max_chunk=9)
-    for index in (2, 3):
-        decode.adopt(f"r{index}", prefill)
-    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
-    for driver in (prefill, decode):
-        driver.finish_all()
-
-
 def test_a_request_goes_on_elsewhere_from_the_tokens_that_it_has(case: Case) -> None:
     driver = case.driver(4)
     for index in (1, 2):
@@ -97,12 +76,6 @@ def test_a_request_goes_on_elsewhere_from_the_tokens_that_it_has(case: Case) -> 
     assert list(driver.generate(NUM_TOKENS, max_chunk=7).values()) == [case.answers[1], case.answers[2]]
     driver.finish_all()
     assert case.runner.info.work is None  # a token goes through one of two halves
-
-
-def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
-    driver = Driver(other_runner, 5)
-    driver.expect(case.prompts, case.answers, [])
-    assert driver.num_accepted >= 0
 
 
 @pytest.mark.parametrize(

@@ -441,40 +441,32 @@ class Misread(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
         super().plan(query_start, page_start, pages, last, **options)
 
 
-@pytest.mark.parametrize("how", ["", "backwards", "ascending", "full", "first"])
-def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial has several requests, whose pages lie in descending order, and the last ones are half filled."""
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
-    monkeypatch.setattr(Misread, "how", how)
-    layers = (AttentionLayer(0, 4, 2, 64, 64, None, scale=0.125),)
-    plan = plan_cache(layers, 4)
-    cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
-    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Misread)
-    shape = ForwardShape(max_requests=2, max_model_len=16)
-    made = attention_with(library, ToAttend(cache, plan, ModelParts(layers), shape, None, cache.dtype))
-    assert made is None if how else isinstance(made, FlashInferAttention)
-    assert not cache.any()
-
-
 @pytest.mark.parametrize(
-    ("library", "dtype", "sinks", "used"),
+    ("library", "how", "dtype", "sinks", "used"),
     [
-        (fake_flashinfer, torch.bfloat16, False, True),
-        (fake_flashinfer, torch.float32, False, False),
-        (fake_flashinfer, torch.bfloat16, True, False),
-        (SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken), torch.bfloat16, False, False),
-        (None, torch.bfloat16, False, False),
+        (fake_flashinfer, "", torch.bfloat16, False, True),
+        (fake_flashinfer, "", torch.float32, False, False),
+        (fake_flashinfer, "", torch.bfloat16, True, False),
+        (Broken, "", torch.bfloat16, False, False),
+        (None, "", torch.bfloat16, False, False),
+        # It reads other pages than it is given.
+        (Misread, "", torch.bfloat16, False, True),
+        *((Misread, how, torch.bfloat16, False, False) for how in ("backwards", "ascending", "full", "first")),
     ],
 )
 def test_the_library_is_tried_out_before_it_is_relied_on(
-    library: object, dtype: torch.dtype, sinks: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+    library: Any, how: str, dtype: torch.dtype, sinks: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The trial has several requests, whose pages lie in descending order, and the last ones are half filled."""
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(Misread, "how", how)
+    if isinstance(library, type):
+        library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=library)
     layers = tuple(
         AttentionLayer(index, 4, 2, 64, 64, window=None if index else 9, scale=0.125, sinks=sinks) for index in range(2)
     )
     plan = plan_cache(layers, 4)
-    cache = torch.zeros(plan.shape(3), dtype=dtype)
+    cache = torch.zeros(plan.shape(9), dtype=dtype)
     shape = ForwardShape(max_requests=2, max_model_len=16)
     made = attention_with(library, ToAttend(cache, plan, ModelParts(layers), shape, None, dtype))
     assert isinstance(made, FlashInferAttention) == used

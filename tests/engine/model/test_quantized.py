@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,27 +121,22 @@ def test_what_would_be_computed_wrong_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "written",
+    ("written", "lost"),
     [
-        {"quant_method": "fp8", "weight_block_size": [128]},
-        {"quant_method": "compressed-tensors", "config_groups": [1]},
-        {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+        ({"quant_method": "fp8", "weight_block_size": [128]}, 0),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, 0),
+        ({"quant_method": "compressed-tensors", "sparsity_config": "dense"}, 0),
+        ({"quant_method": "gptq"}, 100),
     ],
 )
-def test_settings_of_another_form_are_refused_in_a_sentence(written: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_another_form_and_a_file_that_was_cut_are_refused_in_a_sentence(
+    written: dict[str, Any], lost: int, tmp_path: Path
+) -> None:
     path = tiny.save("llama", tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": written}))
-    with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
-        load(path)
-
-
-def test_a_file_that_was_not_written_to_its_end_is_named(tmp_path: Path) -> None:
-    path = tiny.save("llama", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    os.truncate(weights, weights.stat().st_size - lost)
     with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
         load(path)
 
@@ -292,7 +288,7 @@ KERNELS |= {"gptq-act-order": FourBit, "compressed-4bit": FourBit, "compressed-4
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_a_kernel_computes_what_the_matrix_stands_for(
+def test_a_kernel_computes_what_the_matrix_stands_for_and_is_fused_like_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized, ordinary = files.save(name, tmp_path, torch.bfloat16, intermediate_size=256)
@@ -306,22 +302,11 @@ def test_a_kernel_computes_what_the_matrix_stands_for(
         x = torch.randn(1, 5, layer.in_features, dtype=torch.bfloat16)
         right = plain.get_submodule(part)(x).float()
         assert (layer(x).float() - right).abs().max() < 0.05 * right.abs().max()
-
-
-@pytest.mark.parametrize("name", ["fp8-tensor", "awq", "gptq-act-order"])
-def test_kernels_are_fused_like_ordinary_matrices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized, _ = files.save(name, tmp_path, torch.bfloat16, intermediate_size=256)
-    model = loaded(quantized, monkeypatch)
     before = sum(weight.nbytes for weight in model.parameters())
-    ids, places = torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None]
-    model.set_attn_implementation("sdpa")
-    right = model(input_ids=ids, position_ids=places, use_cache=False).logits
-    model.set_attn_implementation(PAGED)
-    found = fuse(model, DevicePieces())
+    found = fuse(model, DevicePieces())  # it compares the model's logits
     assert found is not None
     assert (found.gated, found.norms, found.merged) == (2, 5, 2)
     assert sum(weight.nbytes for weight in model.parameters()) < before  # joined matrices are the pieces' own
-    assert right.isfinite().all()
 
 
 def test_one_that_computes_something_else_gives_way(

@@ -5,7 +5,6 @@ The driver fills free blocks with NaN, so a state that is read from another requ
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -27,6 +26,10 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.engine.model.test_runner_parity import Case as Case
+from tests.engine.model.test_runner_parity import (
+    test_a_request_moves_to_another_runner_with_its_blocks as test_a_request_moves_to_another_runner_with_its_blocks,
+)
 from tests.more import more
 
 NUM_TOKENS = 8
@@ -46,15 +49,6 @@ NAMES = [
 ]
 
 
-@dataclasses.dataclass
-class Case:
-    path: Path
-    runner: TorchRunner
-    prompts: list[list[int]]
-    answers: list[list[int]]
-    logprobs: list[list[float]]
-
-
 def load(path: Path, config: SchedulerConfig = CONFIG) -> TorchRunner:
     model = ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1)
     return load_runner(model, CACHE, config)
@@ -66,11 +60,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rng = random.Random(request.param)
     prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
     answers = tiny.reference(path, prompts, NUM_TOKENS)
-    return Case(path, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
+    return Case(path, False, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
 
 @pytest.fixture(scope="module")
-def guessing(case: Case) -> TorchRunner:
+def other_runner(case: Case) -> TorchRunner:
     """Another runner, with drafts."""
     return load(case.path, GUESSING)
 
@@ -88,25 +82,13 @@ def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     Driver(case.runner, seed).expect(case.prompts, case.answers, case.logprobs, within)
 
 
-def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, guessing: TorchRunner) -> None:
-    prefill, decode = Driver(case.runner, 1), Driver(guessing, 2)
-    for index in (2, 3):
-        prefill.add(f"r{index}", case.prompts[index])
-    prefill.generate(1, max_chunk=9)
-    for index in (2, 3):
-        decode.adopt(f"r{index}", prefill)
-    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
-    prefill.finish_all()
-    decode.finish_all()
-
-
 @pytest.mark.parametrize("drafts", [False, True])
 def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(
-    case: Case, guessing: TorchRunner, drafts: bool
+    case: Case, other_runner: TorchRunner, drafts: bool
 ) -> None:
     """The longest request has room, and few others beside it. Every block is accounted for after each step. With drafts there are
     checkpoints, too."""
-    runner = guessing if drafts else case.runner
+    runner = other_runner if drafts else case.runner
     info = runner.info
     state = info.groups[-1].blocks_per_request
     blocks = 1 + (4 if drafts else 2) * state + (len(info.groups) - 1) * (20 if drafts else 17)
@@ -168,10 +150,10 @@ def test_a_prompt_begins_with_the_states_that_an_earlier_one_left(case: Case) ->
     assert stats.free_blocks == stats.total_blocks
 
 
-def test_drafts_change_no_token(case: Case, guessing: TorchRunner) -> None:
+def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
     """In every step, some all right, some in part, some not at all; beside chunks of prompts and single tokens."""
-    guessing.forget_requests()
-    driver, numbers = Driver(guessing, 5), random.Random(3)
+    other_runner.forget_requests()
+    driver, numbers = Driver(other_runner, 5), random.Random(3)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
     while unfinished := [r for r in driver.requests.values() if len(r.output) < NUM_TOKENS]:

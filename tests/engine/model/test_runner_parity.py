@@ -29,6 +29,10 @@ class Case:
     def driver(self, seed: int = 0) -> Driver:
         return Driver(self.runner, seed)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answers[0])
+
 
 # What the native library computes is computed by transformers, too, for the library may be missing.
 NATIVE = ("llama", "llama-untied-odd-heads", "mistral-window", "qwen2", "qwen3")
@@ -78,7 +82,7 @@ def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
 
 
 def test_requests_come_go_and_are_preempted_at_random(case: Case) -> None:
-    answers = case.driver(7).live(case.prompts, NUM_TOKENS)
+    answers = case.driver(7).live(case.prompts, case.num_tokens)
     assert [answers[str(index)] for index in range(len(case.prompts))] == case.answers
 
 
@@ -88,7 +92,7 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
     # No further than the hit, because what slides out of a window is gone.
     driver.step({"first": 28})
     driver.add("second", case.prompts[5], prefix_of="first", shared_tokens=28)
-    outputs = driver.generate(NUM_TOKENS)
+    outputs = driver.generate(case.num_tokens)
     assert outputs == {"first": case.answers[3], "second": case.answers[5]}
     driver.finish_all()
 
@@ -101,7 +105,7 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_run
     prefill.generate(after, max_chunk=9)
     for index in (2, 3):
         decode.adopt(f"r{index}", prefill)
-    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
+    assert list(decode.generate(case.num_tokens).values()) == [case.answers[2], case.answers[3]]
     prefill.finish_all()
     decode.finish_all()
 
@@ -115,7 +119,7 @@ def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
         guess = case.answers[index][1 : 1 + index % 4]
         driver.step({f"r{index}": len(prompt)})
         driver.drafts[f"r{index}"] = [*guess, (case.answers[index][len(guess) + 1] + 1) % tiny.VOCAB]
-    outputs = driver.generate(NUM_TOKENS)
+    outputs = driver.generate(case.num_tokens)
     assert list(outputs.values()) == case.answers
     assert driver.num_accepted >= sum(index % 4 for index in range(len(case.prompts)))
     driver.finish_all()

@@ -79,52 +79,37 @@ def assert_follows(frequencies: torch.Tensor, expected: torch.Tensor) -> None:
     assert statistic <= limit
 
 
-def test_plain_sampling_follows_the_softmax() -> None:
-    logits = logits_of(0)
-    assert_follows(bench().histogram(logits, [1], []), logits.softmax(-1))
+def by_definition(
+    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """The distribution: of the `top_k` most likely, the smallest set that reaches `top_p`, and of it what has `min_p` of the best."""
+    kept = logits / temperature
+    if top_k:
+        kept = kept.masked_fill(kept < kept.topk(top_k).values[-1], float("-inf"))
+    if top_p < 1:
+        probabilities, order = kept.softmax(-1).sort(descending=True)
+        size = int((probabilities.double().cumsum(0) - probabilities < top_p).sum())
+        kept[order[size:]] = float("-inf")
+    probabilities = kept.softmax(-1)
+    return kept.masked_fill(probabilities < min_p * probabilities.max(), float("-inf")).softmax(-1)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_temperature_sharpens_or_flattens(temperature: float) -> None:
-    logits = logits_of(1)
-    assert_follows(bench().histogram(logits, [1], [], temperature=temperature), (logits / temperature).softmax(-1))
-
-
-@pytest.mark.parametrize("vocab", [VOCAB, 3000])
-def test_top_k_keeps_the_k_most_likely(vocab: int) -> None:
-    """Also where the vocabulary is large enough that only candidates are looked at."""
-    logits = logits_of(2, vocab)
-    expected = torch.full_like(logits, float("-inf"))
-    best = logits.topk(7).indices
-    expected[best] = logits[best]
-    assert_follows(bench(vocab=vocab).histogram(logits, [1], [], top_k=7), expected.softmax(-1))
-
-
-@pytest.mark.parametrize(("vocab", "share"), [(VOCAB, 0.7), (1200, 0.5), (1200, 0.97)])
-def test_top_p_keeps_the_smallest_set_that_reaches_the_share(vocab: int, share: float) -> None:
-    logits = logits_of(3, vocab)
-    probabilities, order = logits.softmax(-1).sort(descending=True)
-    size = int((probabilities.double().cumsum(0) - probabilities < share).sum())
-    expected = torch.full_like(logits, float("-inf"))
-    expected[order[:size]] = logits[order[:size]]
-    assert_follows(bench(vocab=vocab).histogram(logits, [1], [], top_p=share), expected.softmax(-1))
-
-
-def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
-    logits = logits_of(4)
-    probabilities = logits.softmax(-1)
-    expected = logits.masked_fill(probabilities < 0.1 * probabilities.max(), float("-inf"))
-    assert_follows(bench().histogram(logits, [1], [], min_p=0.1), expected.softmax(-1))
-
-
-def test_top_k_and_top_p_together_share_out_what_top_k_left() -> None:
-    logits = logits_of(5)
-    kept = logits.masked_fill(logits < logits.topk(6).values[-1], float("-inf"))
-    probabilities, order = kept.softmax(-1).sort(descending=True)
-    size = int((probabilities.double().cumsum(0) - probabilities < 0.8).sum())
-    expected = torch.full_like(logits, float("-inf"))
-    expected[order[:size]] = logits[order[:size]]
-    assert_follows(bench().histogram(logits, [1], [], top_k=6, top_p=0.8), expected.softmax(-1))
+@pytest.mark.parametrize(
+    ("seed", "vocab", "asked"),
+    [
+        (0, VOCAB, {}),
+        *((1, VOCAB, {"temperature": temperature}) for temperature in (0.5, 1.7)),
+        # Also where the vocabulary is large enough that only candidates are looked at.
+        *((2, vocab, {"top_k": 7}) for vocab in (VOCAB, 3000)),
+        *((3, vocab, {"top_p": share}) for vocab, share in ((VOCAB, 0.7), (1200, 0.5), (1200, 0.97))),
+        (4, VOCAB, {"min_p": 0.1}),
+        (5, VOCAB, {"top_k": 6, "top_p": 0.8}),
+    ],
+    ids=str,
+)
+def test_tokens_follow_the_distribution_by_its_definition(seed: int, vocab: int, asked: dict[str, Any]) -> None:
+    logits = logits_of(seed, vocab)
+    assert_follows(bench(vocab=vocab).histogram(logits, [1], [], **asked), by_definition(logits, **asked))
 
 
 def test_penalties_follow_their_definitions() -> None:

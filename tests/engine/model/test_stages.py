@@ -22,9 +22,10 @@ from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.stages import layers_of_stage
 from tests.engine.model import driver, tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, answer_of
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
+from tests.engine.model.test_wide import held_after
 from tests.more import more
 
 NUM_TOKENS = 5
@@ -48,43 +49,31 @@ def staged(request: pytest.FixtureRequest, saved: tiny.Case) -> Iterator[TorchRu
         yield runner
 
 
-@pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
-def apart(request: pytest.FixtureRequest, saved: tiny.Case) -> Iterator[TorchRunner]:
-    """A runner whose ranks each keep the KV of their layers and heads in their own memory."""
-    ranks, stages = request.param
-    with ranks_here(ranks, partial(load, saved[0]), stages, []) as runner:
-        yield runner
-
-
-def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: tiny.Case) -> None:
-    expect_answers(staged, saved)
-
-
-def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(apart: TorchRunner, saved: tiny.Case) -> None:
-    assert apart.info.layers is not None
-    assert apart.kv_cache.shape[1] == apart.info.layers.slots
-    expect_answers(apart, saved)
-
-
 def expect_answers(staged: TorchRunner, saved: tiny.Case) -> None:
     _, prompts, answers = saved
     tokens, logprobs = ([getattr(each, what) for each in answers] for what in ("tokens", "logprobs"))
     Driver(staged).expect(prompts, tokens, logprobs)
 
 
+def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: tiny.Case) -> None:
+    expect_answers(staged, saved)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), SHAPES)
+def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(ranks: int, stages: int, saved: tiny.Case) -> None:
+    """Each rank keeps the KV of its layers and heads in its own memory."""
+    with ranks_here(ranks, partial(load, saved[0]), stages, []) as apart:
+        assert apart.info.layers is not None
+        assert apart.kv_cache.shape[1] == apart.info.layers.slots
+        expect_answers(apart, saved)
+
+
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: tiny.Case) -> None:
     """So what one node computed another goes on from, whichever is cut."""
     path, prompts, answers = saved
-    prompt, answer = prompts[2], answers[2].tokens
     with ranks_here(1, partial(load, path)) as whole:
-        for first, second in ((whole, staged), (staged, whole)):
-            computing, going_on = Driver(first), Driver(second, 1)
-            computing.add("r", prompt)
-            computing.step({"r": len(prompt)})
-            going_on.adopt("r", computing)
-            assert going_on.generate(NUM_TOKENS)["r"] == answer
-            first.forget_requests()
-            second.forget_requests()
+        for nodes in ((whole, staged), (staged, whole)):
+            held_after(*nodes, prompts[2], answers[2].tokens)
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +200,16 @@ def refusal(path: Path, stages: int = 2) -> str:
     return said[0]
 
 
-def test_more_stages_than_layers_are_refused(small: Path) -> None:
-    layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
-    assert f"stages: it has {layers} layers" in refusal(small, layers + 1)
-
-
-def test_a_model_that_does_not_say_what_its_layers_pass_on_is_refused(tmp_path: Path) -> None:
-    assert "transformers does not say what the layers" in refusal(tiny.save("gpt2", tmp_path))
-
-
-def test_a_model_whose_layers_read_the_embedding_is_refused(tmp_path: Path) -> None:
-    """By transformers' plan they pass on their hidden states alone."""
-    assert "2 stages: " in refusal(tiny.save("gemma3n", tmp_path))
+@pytest.mark.parametrize(
+    ("name", "stages", "said"),
+    [
+        pytest.param("llama", 3, "stages: it has 2 layers", id="more stages than layers"),
+        pytest.param("gpt2", 2, "transformers does not say what the layers", id="nothing is said of the layers"),
+        pytest.param("gemma3n", 2, "2 stages: ", id="layers read the embedding, though their plan does not say so"),
+    ],
+)
+def test_what_cannot_be_cut_into_stages_is_refused(name: str, stages: int, said: str, tmp_path: Path) -> None:
+    assert said in refusal(tiny.save(name, tmp_path), stages)
 
 
 @pytest.fixture
@@ -271,15 +258,17 @@ def test_what_a_model_does_beside_its_plan_is_found(
     assert said in refusal(small)
 
 
+def expect_in_two_stages(path: Path) -> None:
+    prompt = list(range(3, 20))
+    (expected,) = tiny.reference(path, [prompt], NUM_TOKENS)
+    with ranks_here(2, partial(load, path), 2) as runner:
+        assert answer_of(runner, prompt, NUM_TOKENS) == expected.tokens
+
+
 def test_what_a_model_does_between_two_layers_is_done_once(changed_llama: Callable[[str], None], small: Path) -> None:
     """By the next stage, which the stage's last layer sends its output as it is."""
     changed_llama("between")
-    prompt = list(range(3, 20))
-    (expected,) = tiny.reference(small, [prompt], NUM_TOKENS)
-    with ranks_here(2, partial(load, small), 2) as runner:
-        driver = Driver(runner)
-        driver.add("r", prompt)
-        assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
+    expect_in_two_stages(small)
 
 
 def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +277,7 @@ def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pyt
         num_attention_heads=4, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=False
     )  # fmt: skip
     monkeypatch.setitem(tiny.ALL, "gpt-neox", config)
-    path = tiny.save("gpt-neox", tmp_path)
-    prompt = list(range(3, 20))
-    (expected,) = tiny.reference(path, [prompt], NUM_TOKENS)
-    with ranks_here(2, partial(load, path), 2) as runner:
-        driver = Driver(runner)
-        driver.add("r", prompt)
-        assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
+    expect_in_two_stages(tiny.save("gpt-neox", tmp_path))
 
 
 @given(st.integers(1, 64), st.integers(1, 8))

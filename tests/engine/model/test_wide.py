@@ -29,7 +29,7 @@ from tandem.engine.model.wide.forward import LeadingForward
 from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.pooling import Pooling, PoolingKind
 from tests.engine.model import driver, tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, answer_of
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
 from tests.more import more
@@ -141,33 +141,29 @@ def test_where_latents_are_not_known_each_rank_keeps_the_keys_of_its_heads(
     monkeypatch.setattr(probe, "latents_wing", lambda: None)
     with ranks_here(2, partial(load, path)) as runner:
         assert runner.kv_cache.shape[3] == 4
-        driver = Driver(runner)
-        driver.add("r", prompt)
-        assert driver.generate(NUM_TOKENS, max_chunk=2)["r"] == answer.tokens
+        assert answer_of(runner, prompt, NUM_TOKENS, max_chunk=2) == answer.tokens
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
     """So what one computed another goes on from, whichever is wide."""
     prompt, answer = wide.prompts[2], wide.answers[2].tokens
     with ranks_here(1, partial(load, wide.path)) as whole:
-        for first, second in ((whole, wide.runner), (wide.runner, whole)):
-            computing, going_on = Driver(first), Driver(second, 1)
-            computing.add("r", prompt)
-            computing.step({"r": len(prompt)})
-            going_on.adopt("r", computing)
-            assert going_on.generate(NUM_TOKENS)["r"] == answer
-            first.forget_requests()
-            second.forget_requests()
-        held = []
-        for runner in (whole, wide.runner):
-            driver = Driver(runner)
-            driver.add("r", prompt)
-            driver.step({"r": len(prompt)})
-            blocks = [block for table in driver.requests["r"].blocks for block in table]
-            held.append(runner.kv_cache[blocks])
-            runner.forget_requests()
+        held = [held_after(*nodes, prompt, answer) for nodes in ((whole, wide.runner), (wide.runner, whole))]
         assert held[0].isfinite().sum() > held[0].numel() // 2
         torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def held_after(first: TorchRunner, second: TorchRunner, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """What the first node keeps of a prompt, from which the second one goes on to the right answer."""
+    computing, going_on = Driver(first), Driver(second, 1)
+    computing.add("r", prompt)
+    computing.step({"r": len(prompt)})
+    held = first.kv_cache[[block for table in computing.requests["r"].blocks for block in table]]
+    going_on.adopt("r", computing)
+    assert going_on.generate(len(answer))["r"] == answer
+    first.forget_requests()
+    second.forget_requests()
+    return held
 
 
 # Only its experts are cut, and its first layers have none: no sum follows them.
@@ -238,9 +234,7 @@ def fused_on_ranks(path: Path, dtype: str = "float32") -> tuple[list[Fused | Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.engine.model.fused.find.fuse", noted)
         with ranks_here(2, partial(load, path, dtype=dtype)) as runner:
-            driver = Driver(runner)
-            driver.add("r", [5, 9, 11, 7, 3])
-            return found, driver.generate(NUM_TOKENS)["r"]
+            return found, answer_of(runner, [5, 9, 11, 7, 3], NUM_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -106,19 +106,6 @@ def test_logits_of_chunks_and_neighbours(unit: Unit, name: str) -> None:
         assert (actual - expected).std() < 1.2 * (theirs - expected).std()
 
 
-def test_threads_and_batches_change_no_bit(unit: Unit) -> None:
-    model = build("qwen3").to(unit[0])
-    ids = tokens(70)
-    forward, sequences = native(model, unit[1])
-    expected = forward(sequences.batch({0: ids})).clone()
-    for threads in (2, 3):
-        forward, sequences = native(model, unit[1], threads)
-        first = forward(sequences.batch({1: tokens(9), 2: ids[:40]})).clone()
-        second = forward(sequences.batch({1: tokens(1), 2: ids[40:], 0: tokens(12)})).clone()
-        assert torch.equal(torch.cat((first[9:], second[1:31])), expected)
-        forward.close()
-
-
 @pytest.mark.parametrize("count", [1, 100])
 def test_hooks_surround_every_layer_in_order(count: int) -> None:
     model = build("llama")

@@ -17,9 +17,9 @@ from tandem.base.errors import InternalError
 from tandem.engine.model.native import shared
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.native.shared import Shelf
-from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver, load
+from tests.engine.model.driver import load
+from tests.engine.model.test_loading import greedy
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import Unit, build, native, tokens, windows
 
@@ -56,12 +56,6 @@ def test_a_file_that_is_not_whole_is_refused(kept: float, tmp_path: Path) -> Non
         other.use_file(file.fileno())
 
 
-def answer(runner: TorchRunner) -> list[int]:
-    driver = Driver(runner)
-    driver.add("r", [7, 9, 11, 13, 5])
-    return driver.generate(6)["r"]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where packed weights are kept, however small."""
@@ -88,7 +82,7 @@ def test_a_second_node_packs_nothing(folder: Path, packed: list[Path], tmp_path:
     path = tiny.save("llama", tmp_path)
     first, second = load(path), load(path)
     assert packed == [path]
-    assert answer(first) == answer(second)
+    assert greedy(first) == greedy(second)
     assert [runner.info.shares_weights for runner in (first, second)] == [True, True]
     assert first.info.weight_bytes == next(folder.iterdir()).stat().st_size
 
@@ -97,11 +91,11 @@ def test_a_file_that_cannot_be_read_is_made_again(
     folder: Path, packed: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny.save("llama", tmp_path)
-    expected = answer(load(path))
+    expected = greedy(load(path))
     (kept,) = folder.iterdir()
     os.truncate(kept, 100)
     again = load(path)
-    assert answer(again) == expected
+    assert greedy(again) == expected
     assert again.info.shares_weights
     assert "are packed again: native model: this is no file of weights" in caplog.text
     assert len(packed) == 2
@@ -157,12 +151,12 @@ def test_without_room_a_node_has_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tiny.save("llama", tmp_path)
-    expected = answer(load(path))
+    expected = greedy(load(path))
     shutil.rmtree(folder.parent)
     spoil(folder, monkeypatch)
     runner = load(path)
     assert not runner.info.shares_weights
-    assert answer(runner) == expected
+    assert greedy(runner) == expected
     assert "this node has its packed weights for itself" in caplog.text
     assert folder.is_file() or not list(folder.iterdir())
 

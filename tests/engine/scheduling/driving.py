@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
@@ -232,6 +233,16 @@ class Driver:
     @property
     def free_blocks(self) -> int:
         return self.scheduler.stats().free_blocks
+
+
+def connected(
+    offers: Mapping[str, tuple[int | None, bool]] | None = None, keeps: Iterable[str] = (), **options: Any
+) -> tuple[Driver, FakeConnector]:
+    """A driver whose connector offers these tokens, and keeps the blocks of these requests."""
+    connector = FakeConnector()
+    connector.offers.update(offers or {})
+    connector.keeps.update(keeps)
+    return Driver(connector=connector, **options), connector
 
 
 def unique_tokens(request_id: str, count: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.engine.config import Reserve
 from tandem.wire.sampling import SamplingParams
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, sliding
+from tests.engine.scheduling.driving import BLOCK, Driver, connected, sliding
 
 
 def test_a_prefix_is_found_in_the_very_step_that_computes_it():
@@ -31,11 +33,14 @@ def test_the_last_token_is_kept_back_even_when_all_is_cached():
     assert driver.outputs["a"] == driver.outputs["b"]
 
 
-def test_prompt_logprobs_are_computed_whatever_is_cached():
+@pytest.mark.parametrize(
+    "asked", [{"sampling": SamplingParams(prompt_logprobs=0)}, {"skip_reading_prefix_cache": True}]
+)
+def test_a_prompt_that_must_be_computed_is_whatever_is_cached(asked: dict[str, Any]):
     driver = Driver()
     driver.add("a", list(range(10)))
     driver.run()
-    driver.add("b", list(range(10)), sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
+    driver.add("b", list(range(10)), **asked)
     step, _ = driver.step()
     assert step.num_scheduled_tokens == {"b": 10}
 
@@ -114,9 +119,7 @@ def test_by_priority_one_that_was_passed_over_yields_to_a_more_urgent_one():
 
 
 def test_a_connector_that_cannot_say_yet_is_asked_again_and_others_go_ahead():
-    connector = FakeConnector()
-    connector.offers["a"] = (None, False)
-    driver = Driver(connector=connector)
+    driver, connector = connected({"a": (None, False)})
     driver.add("a")
     driver.add("b")
     assert list(driver.step()[0].num_scheduled_tokens) == ["b"]
@@ -126,86 +129,55 @@ def test_a_connector_that_cannot_say_yet_is_asked_again_and_others_go_ahead():
     assert connector.asked("match", "a") == [(0,), (0,)]
 
 
-def test_tokens_from_outside_that_are_there_are_not_computed():
-    connector = FakeConnector()
-    connector.offers["a"] = (8, False)
-    driver = Driver(connector=connector)
+@pytest.mark.parametrize(("offered", "used"), [(8, 8), (99, 10)])
+def test_tokens_from_outside_that_are_there_are_not_computed_but_for_the_last(offered: int, used: int):
+    driver, connector = connected({"a": (offered, False)})
     request = driver.add("a", prompt=11)
     step = driver.schedule()
-    assert step.num_scheduled_tokens == {"a": 3}
-    assert step.new_reqs[0].num_computed_tokens == 8
-    assert connector.asked("alloc", "a") == [(8,)]
-    driver.arrive(request, 0, 8)
+    assert step.num_scheduled_tokens == {"a": 11 - used}
+    assert step.new_reqs[0].num_computed_tokens == used
+    assert connector.asked("alloc", "a") == [(used,)]
+    driver.arrive(request, 0, used)
     driver.finish(step)
-    assert driver.scheduler.stats().prompt_tokens_received == 8
+    assert driver.scheduler.stats().prompt_tokens_received == used
 
 
-def test_of_all_tokens_from_outside_the_last_is_computed_all_the_same():
-    connector = FakeConnector()
-    connector.offers["a"] = (99, False)
-    driver = Driver(connector=connector)
-    request = driver.add("a", prompt=11)
-    step = driver.schedule()
-    assert step.num_scheduled_tokens == {"a": 1}
-    assert connector.asked("alloc", "a") == [(10,)]
-    driver.arrive(request, 0, 10)
-    driver.finish(step)
-
-
-def test_a_request_is_admitted_whole_or_not_at_all():
-    driver = Driver(num_blocks=6, reserve=Reserve.SEQUENCE)
-    driver.add("a", prompt=4, max_tokens=8)  # three blocks in the end
-    driver.add("b", prompt=4, max_tokens=12)  # four, of which two would not be there in the end
-    driver.add("c", prompt=2, max_tokens=2)
-    assert list(driver.step()[0].num_scheduled_tokens) == ["a"]
-    driver.run()
-    assert driver.scheduler.stats().preemptions == 0
-    assert [len(driver.outputs[name]) for name in "abc"] == [8, 12, 2]
-
-
-def test_without_reservation_the_same_requests_are_admitted_at_once():
-    driver = Driver(num_blocks=6)
-    for name in "abc":
-        driver.add(name, prompt=4, max_tokens=8)
-    assert list(driver.step()[0].num_scheduled_tokens) == ["a", "b", "c"]
-
-
-def test_what_is_cached_counts_for_a_whole_admission():
-    driver = Driver(num_blocks=8, reserve=Reserve.SEQUENCE)
-    driver.add("a", list(range(12)), max_tokens=8)  # five blocks of seven
-    driver.step()
-    driver.add("b", list(range(12)), max_tokens=4)  # shares two, needs two more
-    assert "b" in driver.step()[0].num_scheduled_tokens
-
-
-def test_a_prompt_that_does_not_fit_is_not_begun_piece_by_piece():
-    """Its first chunk would fit. Beside it the running request would be short of blocks in a few steps."""
-    driver = Driver(num_blocks=9, max_num_batched_tokens=8, reserve=Reserve.PROMPT)
-    driver.add("a", prompt=12, max_tokens=10)
-    driver.steps(2)  # three blocks of eight
-    driver.add("b", prompt=24, max_tokens=2)  # six
-    assert list(driver.step()[0].num_scheduled_tokens) == ["a"]
-    driver.run()
-    assert driver.scheduler.stats().preemptions == 0
-    assert [len(driver.outputs[name]) for name in "ab"] == [10, 2]
-
-
-def test_without_a_reservation_a_prompt_is_begun_with_what_there_is():
-    driver = Driver(num_blocks=9, max_num_batched_tokens=8, reserve=Reserve.NONE)
-    driver.add("a", prompt=12, max_tokens=10)
+# A request's prompt and the most tokens of its answer. Seven blocks of eight are three and four; a number of tokens is no one else's.
+@pytest.mark.parametrize(
+    ("reserve", "num_blocks", "first", "then", "admitted", "preempts"),
+    [
+        # Three blocks in the end; four, of which two would not be there in the end; and one that does not overtake.
+        pytest.param(Reserve.SEQUENCE, 6, (4, 8), [(4, 12), (2, 2)], [], False, id="whole or not at all"),
+        pytest.param(Reserve.PROMPT, 6, (4, 8), [(4, 8), (4, 8)], ["b", "c"], True, id="answers are not reserved for"),
+        # Five blocks of seven; it shares two, and needs two more.
+        pytest.param(Reserve.SEQUENCE, 8, (range(12), 8), [(range(12), 4)], ["b"], False, id="cached blocks count"),
+        # Three of eight, and six. Its first chunk would fit, and the running request would soon be short of blocks.
+        pytest.param(Reserve.PROMPT, 9, (12, 10), [(24, 2)], [], False, id="no prompt is begun piece by piece"),
+        pytest.param(Reserve.NONE, 9, (12, 10), [(24, 2)], ["b"], True, id="unless nothing is reserved"),
+        # Three of six; it shares three, and needs one more.
+        pytest.param(
+            Reserve.PROMPT, 7, (range(12), 6), [([*range(12), 7, 8, 9], 2)], ["b"], False, id="cached prompts count"
+        ),
+    ],
+)
+def test_a_request_is_admitted_when_what_is_reserved_for_it_is_there(
+    reserve: Reserve,
+    num_blocks: int,
+    first: tuple[Any, int],
+    then: list[tuple[Any, int]],
+    admitted: list[str],
+    preempts: bool,
+) -> None:
+    driver = Driver(num_blocks=num_blocks, max_num_batched_tokens=8, reserve=reserve)
+    driver.add("a", *first)
     driver.steps(2)
-    driver.add("b", prompt=24, max_tokens=2)
-    assert "b" in driver.step()[0].num_scheduled_tokens
+    for name, request in zip("bc", then, strict=False):
+        driver.add(name, *request)
+    step, _ = driver.step()
+    assert [name for name in step.num_scheduled_tokens if name != "a"] == admitted
     driver.run()
-    assert driver.scheduler.stats().preemptions > 0
-
-
-def test_what_is_cached_counts_for_a_prompts_reservation():
-    driver = Driver(num_blocks=7, max_num_batched_tokens=8, reserve=Reserve.PROMPT)
-    driver.add("a", list(range(12)), max_tokens=6)
-    driver.steps(2)  # three blocks of six
-    driver.add("b", [*range(12), 77, 78, 79], max_tokens=2)  # shares three, needs one more
-    assert "b" in driver.step()[0].num_scheduled_tokens
+    assert (driver.scheduler.stats().preemptions > 0) == preempts
+    assert [len(driver.outputs[name]) for name in driver.outputs] == [most for _, most in (first, *then)]
 
 
 def test_a_long_prompt_with_a_window_needs_only_what_it_holds_at_once():

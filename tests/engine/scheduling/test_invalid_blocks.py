@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.base.errors import InvalidImage, InvalidLogits, TandemError, Unavailable
@@ -13,17 +15,14 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, consume, produce, received, sliding
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, connected, consume, produce, received, sliding
 from tests.engine.scheduling.model import alone
 
 
-def loaded_driver(**options: object):
+def loaded_driver(**options: Any):
     """Request a is about to run on twelve tokens from outside, of which the third block is wrong."""
-    connector = FakeConnector()
-    connector.offers["a"] = (12, False)
-    driver = Driver(connector=connector, **options)  # type: ignore[arg-type]
-    a = driver.add("a", prompt=15, max_tokens=4)
-    return driver, connector, a
+    driver, connector = connected({"a": (12, False)}, **options)
+    return driver, connector, driver.add("a", prompt=15, max_tokens=4)
 
 
 def invalid(*blocks: int) -> ConnectorOutput:
@@ -75,9 +74,7 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy))
 def test_what_was_computed_from_a_wrong_block_is_not_found_when_that_block_is_right_again(policy):
-    connector = FakeConnector()
-    connector.offers["a"] = (12, False)
-    driver = Driver(connector=connector, on_failure=policy)
+    driver, connector = connected({"a": (12, False)}, on_failure=policy)
     a = driver.add("a", prompt=17, max_tokens=4)  # computes its fourth block from the third, which is wrong
     step = driver.schedule()
     driver.arrive(a, 0, 8)
@@ -91,41 +88,24 @@ def test_what_was_computed_from_a_wrong_block_is_not_found_when_that_block_is_ri
     assert driver.outputs["c"] == alone(a.prompt_token_ids, 4)
 
 
-def test_a_wrong_block_of_a_load_under_way_is_remembered_until_it_ends():
-    connector = FakeConnector()
-    connector.offers["a"] = (12, True)
-    driver = Driver(connector=connector)
-    a = driver.add("a", prompt=12, max_tokens=4)
-    driver.step()
-    driver.step(invalid(connector.blocks["a"][0][1]))
-    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    driver.arrive(a, 0, BLOCK)
-    driver.step(received("a", 7, 12))
-    assert a.num_computed_tokens == BLOCK
-    driver.run()
-    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
-
-
-@pytest.mark.parametrize("places", [(0, 2), (2, 0)])
-def test_a_load_under_way_in_which_two_blocks_are_found_wrong_is_right_up_to_the_first(places):
-    connector = FakeConnector()
-    connector.offers["a"] = (12, True)
-    driver = Driver(connector=connector)
+@pytest.mark.parametrize("places", [(1,), (0, 2), (2, 0)])
+def test_wrong_blocks_of_a_load_under_way_are_remembered_until_it_ends_and_it_is_right_up_to_the_first(places):
+    driver, connector = connected({"a": (12, True)})
     a = driver.add("a", prompt=12, max_tokens=4)
     driver.step()
     for place in places:
         driver.step(invalid(connector.blocks["a"][0][place]))
-    driver.arrive(a, BLOCK, 2 * BLOCK)
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    for place in {0, 1, 2}.difference(places):
+        driver.arrive(a, place * BLOCK, (place + 1) * BLOCK)
     driver.step(received("a", 7, 12))
-    assert a.num_computed_tokens == 0
+    assert a.num_computed_tokens == min(places) * BLOCK
     driver.run()
     assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
 
 
 def test_a_wrong_block_of_one_that_loaded_and_waits_for_its_turn():
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_num_seqs=1)
-    connector.offers["a"] = (12, True)
+    driver, connector = connected({"a": (12, True)}, max_num_seqs=1)
     a = driver.add("a", prompt=12, max_tokens=4)
     driver.add("b", prompt=12, max_tokens=6)
     driver.step()
@@ -141,9 +121,7 @@ def test_a_wrong_block_of_one_that_loaded_and_waits_for_its_turn():
 
 @pytest.mark.parametrize("window", [5, 40])
 def test_a_window_that_has_moved_on_is_computed_from_the_start(window):
-    connector = FakeConnector()
-    driver = Driver(connector=connector, groups=(FULL, sliding(window)))
-    connector.offers["a"] = (16, False)
+    driver, connector = connected({"a": (16, False)}, groups=(FULL, sliding(window)))
     a = driver.add("a", prompt=19, max_tokens=4)
     step = driver.schedule()
     driver.arrive(a, 0, 4)
@@ -179,8 +157,7 @@ def found(driver: Driver, prompt: list[int] = PROMPT) -> int:
 
 @pytest.mark.parametrize("error", [InvalidImage("broken"), Unavailable("not now"), InvalidLogits("no number")])
 def test_who_shares_the_blocks_of_an_input_that_fails_computes_them_again(error: TandemError) -> None:
-    connector = FakeConnector()
-    driver = Driver(connector=connector, encoder_tokens=64)
+    driver, connector = connected(encoder_tokens=64)
     other = driver.add("other", 12, max_tokens=8)
     driver.step()
     asking(driver, "a")
@@ -223,8 +200,7 @@ def test_the_requests_of_a_step_that_was_planned_ahead_are_rewound_too() -> None
 def test_a_request_that_waits_for_kv_behind_such_blocks_computes_it_whatever_the_policy(
     policy: LoadFailurePolicy,
 ) -> None:
-    connector = FakeConnector()
-    driver = Driver(connector=connector, encoder_tokens=64, on_failure=policy)
+    driver, connector = connected(encoder_tokens=64, on_failure=policy)
     asking(driver, "a")
     connector.offers["w"] = (2, True)
     w = asking(driver, "w")
@@ -238,9 +214,7 @@ def test_a_request_that_waits_for_kv_behind_such_blocks_computes_it_whatever_the
 
 
 def test_what_is_being_sent_of_such_blocks_is_called_wrong() -> None:
-    connector = FakeConnector()
-    connector.keeps.add("sent")
-    driver = Driver(connector=connector, encoder_tokens=64)
+    driver, connector = connected(keeps=["sent"], encoder_tokens=64)
     driver.add("sent", PROMPT, max_tokens=1, media=IMAGE, images=[b"file"], transfer=produce())
     driver.step()
     assert driver.scheduler.holds_blocks_of("sent")
@@ -251,8 +225,7 @@ def test_what_is_being_sent_of_such_blocks_is_called_wrong() -> None:
 
 def test_every_copy_of_what_such_an_input_made_is_forgotten() -> None:
     """Two requests received the same KV at the same time, so each name has two blocks."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, encoder_tokens=64)
+    driver, connector = connected(encoder_tokens=64)
     for request_id in ("a", "b"):
         connector.offers[request_id] = (len(PROMPT), True)
         asking(driver, request_id, transfer=consume(request_id))
@@ -269,8 +242,7 @@ def test_every_copy_of_what_such_an_input_made_is_forgotten() -> None:
 
 
 def test_without_an_input_of_its_own_nothing_explains_the_error() -> None:
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
+    driver, connector = connected()
     driver.add("a", 12)
     fail(driver, driver.schedule(), "a", InvalidLogits("no number"))
     assert ("reset",) in connector.calls

@@ -9,7 +9,7 @@ from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.wire.sampling import FinishReason, SamplingParams
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, connected, produce
 from tests.engine.scheduling.model import alone, next_token
 
 
@@ -129,9 +129,7 @@ def test_a_request_whose_logits_are_no_numbers_ends_with_the_step_behind_it() ->
 
 def test_wrong_blocks_take_the_open_step_and_the_next_with_them() -> None:
     """They are found in a load that was thought to be over: a step that loads itself is not left open."""
-    connector = FakeConnector()
-    connector.offers["a"] = (2 * BLOCK, False)
-    driver = Driver(connector=connector)
+    driver, connector = connected({"a": (2 * BLOCK, False)})
     a = driver.add("a", prompt=10, max_tokens=5)
     driver.model.tolerant = True
     loading = driver.schedule()
@@ -170,9 +168,7 @@ def test_a_block_is_found_once_all_its_tokens_are_known() -> None:
 
 
 def test_a_producers_request_ends_with_the_step_that_samples_its_only_token() -> None:
-    connector = FakeConnector()
-    connector.keeps.add("a")
-    driver = Driver(connector=connector)
+    driver, _ = connected(keeps=["a"])
     driver.add("a", prompt=6, max_tokens=1, transfer=produce())
     first = open_step(driver)
     assert driver.schedule().num_scheduled_tokens == {}

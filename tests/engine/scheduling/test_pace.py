@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def step_of(num_tokens: int) -> float:
 
 
 def driver(**config: object) -> Driver:
-    return Driver(num_blocks=2000, max_model_len=6000, max_num_batched_tokens=2048, **config)
+    return Driver(num_blocks=2000, max_num_batched_tokens=2048, **{"max_model_len": 6000, **config})  # type: ignore[arg-type]
 
 
 def paced(**config: object) -> Driver:
@@ -40,10 +41,20 @@ def paced(**config: object) -> Driver:
 
 
 class TestPace:
-    def test_nothing_is_limited_before_a_step_was_too_long(self) -> None:
-        pace = Pace(200)
-        pace.took(100, 0.2)
-        assert pace.tokens == math.inf
+    @pytest.mark.parametrize(
+        ("target_ms", "steps", "tokens"),
+        [
+            pytest.param(200, [(100, 0.2)], math.inf, id="nothing is limited before a step was too long"),
+            pytest.param(0, [(2048, 100.0)], math.inf, id="nor without a target"),
+            pytest.param(200, [(1000, 1.0), (10, step_of(10))], 200, id="the short end of a prompt says nothing"),
+            pytest.param(10, [(512, 30.0)], FEWEST_TOKENS, id="prompts go on where decodes alone take too long"),
+        ],
+    )
+    def test_so_many_tokens_fit(self, target_ms: float, steps: list[tuple[int, float]], tokens: float) -> None:
+        pace = Pace(target_ms)
+        for step in steps:
+            pace.took(*step)
+        assert pace.tokens == tokens
 
     @pytest.mark.parametrize("first", [150, 400, 2048])
     def test_it_settles_where_a_step_takes_as_long_as_it_should(self, first: int) -> None:
@@ -54,28 +65,12 @@ class TestPace:
             pace.took(int(pace.tokens), step_of(int(pace.tokens)))
         assert step_of(int(pace.tokens)) == pytest.approx(0.2, rel=0.03)
 
-    def test_the_short_end_of_a_prompt_says_nothing_of_what_would_fit(self) -> None:
-        pace = Pace(200)
-        pace.took(1000, 1.0)
-        pace.took(10, step_of(10))
-        assert pace.tokens == 200
-
-    def test_prompts_go_on_where_decodes_alone_take_too_long(self) -> None:
-        pace = Pace(10)
-        pace.took(512, 30.0)
-        assert pace.tokens == FEWEST_TOKENS
-
     def test_after_one_step_that_was_slow_by_chance_it_comes_back(self) -> None:
         pace = Pace(200)
         pace.took(180, 5.0)
         for _ in range(5):
             pace.took(int(pace.tokens), step_of(int(pace.tokens)))
         assert pace.tokens > 170
-
-    def test_without_a_target_nothing_is_limited(self) -> None:
-        pace = Pace(0)
-        pace.took(2048, 100.0)
-        assert pace.tokens == math.inf
 
     @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
     def test_a_target_that_is_none_is_refused(self, wrong: float) -> None:
@@ -84,23 +79,26 @@ class TestPace:
 
 
 class TestScheduler:
-    def test_a_new_prompt_and_one_under_way_get_what_fits_beside_a_decode(self) -> None:
-        world = paced()
-        world.add("long", 450)
-        given = [world.step()[0].num_scheduled_tokens for _ in range(4)]
-        assert [step["long"] for step in given] == [200, 200, 50, 1]
-        assert all(step["decodes"] == 1 for step in given)
+    @pytest.mark.parametrize(
+        ("config", "prompts", "steps"),
+        [
+            pytest.param({}, {"long": 450}, [{"long": n} for n in (200, 200, 50, 1)], id="begun and under way"),
+            pytest.param({}, {"a": 150, "b": 150}, [{"a": 150, "b": 50}, {"a": 1, "b": 100}], id="several share it"),
+            pytest.param(
+                {"chunked_prefill": False, "max_model_len": 2000}, {"long": 450}, [{"long": 450}], id="at once or never"
+            ),
+        ],
+    )
+    def test_prompts_get_what_fits_beside_a_decode(
+        self, config: dict[str, Any], prompts: dict[str, int], steps: list[dict[str, int]]
+    ) -> None:
+        world = paced(**config)
+        for name, length in prompts.items():
+            world.add(name, length)
+        for expected in steps:
+            assert world.step()[0].num_scheduled_tokens == {"decodes": 1, **expected}
 
-    def test_several_prompts_share_it(self) -> None:
-        world = paced()
-        world.add("a", 150)
-        world.add("b", 150)
-        assert [dict(world.step()[0].num_scheduled_tokens) for _ in range(2)] == [
-            {"decodes": 1, "a": 150, "b": 50},
-            {"decodes": 1, "a": 1, "b": 100},
-        ]
-
-    def test_nobody_waits_so_nothing_is_limited(self) -> None:
+    def test_where_no_request_decodes_nothing_is_limited(self) -> None:
         world = paced()
         world.abort("decodes")
         world.add("long", 450)
@@ -125,17 +123,6 @@ class TestScheduler:
         world.step()
         world.add("again", shared)
         assert world.step()[0].num_scheduled_tokens["again"] == 1
-
-    def test_a_prompt_that_must_be_computed_at_once_is(self) -> None:
-        world = Driver(
-            num_blocks=2000, max_model_len=2000, max_num_batched_tokens=2048, chunked_prefill=False, step_target_ms=200
-        )
-        world.add("decodes", 6, max_tokens=100)
-        step, _ = world.step()
-        step.num_prompt_tokens = 2000
-        world.scheduler.took(step, 2.0)
-        world.add("long", 450)
-        assert world.step()[0].num_scheduled_tokens["long"] == 450
 
 
 class Clock:
@@ -228,10 +215,38 @@ class TestBesideALongPrompt:
         assert world.step()[0].num_scheduled_tokens == {"long": 256}
         return world
 
-    def test_a_short_one_is_computed_in_the_next_step(self, world: Driver) -> None:
-        world.add("short", 40, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
-        assert world.step()[0].num_scheduled_tokens == {"long": 256}
+    @pytest.mark.parametrize(
+        ("config", "begun", "steps"),
+        [
+            pytest.param({}, 1, [({"short": 40}, {"long": 216, "short": 40}), ({}, {"long": 256})], id="in the next step"),
+            pytest.param({}, 7, [({"short": 40}, {"long": 208, "short": 40})], id="the long one's end does not wait"),
+            pytest.param(
+                {}, 1,
+                [({"middle": 400}, {"long": 128, "middle": 128}), ({"short": 40}, {"long": 128, "middle": 88, "short": 40})],
+                id="one that takes several steps leaves half to quicker ones",
+            ),
+            pytest.param({}, 1, [({"second": 600}, {"long": 256})], id="one of nearly its length waits for its turn"),
+            pytest.param(
+                {"policy": SchedulingPolicy.PRIORITY}, 1,
+                [({"less urgent": 40}, {"long": 256}), ({"alike": 40}, {"long": 216, "alike": 40})],
+                id="a less urgent one waits",
+            ),
+            pytest.param(
+                {"connector": FakeConnector()}, 1, [({"sent away": 1400, "short": 40}, {"long": 216, "short": 40})],
+                id="a long one that goes to another node waits for its turn",
+            ),
+        ],
+    )  # fmt: skip
+    def test_a_shorter_one_is_computed(
+        self, config: dict[str, Any], begun: int, steps: list[tuple[dict[str, int], dict[str, int]]]
+    ) -> None:
+        world = self.begun(**config)
+        world.steps(begun - 1)
+        for added, expected in steps:
+            for name, length in added.items():
+                transfer = produce() if name == "sent away" else None
+                world.add(name, length, max_tokens=1, priority=int(name == "less urgent"), transfer=transfer)
+            assert world.step()[0].num_scheduled_tokens == expected
 
     def test_also_behind_others_that_wait_and_keep_their_turns(self, world: Driver) -> None:
         for name, length in (("second", 1500), ("third", 1500), ("short", 40)):
@@ -249,16 +264,6 @@ class TestBesideALongPrompt:
             assert given["long"] == 128
             assert sum(given.values()) == 256 or left < 512
 
-    def test_one_that_takes_several_steps_leaves_half_to_quicker_ones(self, world: Driver) -> None:
-        world.add("middle", 400, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 128, "middle": 128}
-        world.add("short", 40, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 128, "middle": 88, "short": 40}
-
-    def test_one_of_nearly_its_length_waits_for_its_turn(self, world: Driver) -> None:
-        world.add("second", 600, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 256}
-
     def test_what_is_cached_need_not_be_computed(self) -> None:
         world = slow()
         chat = list(range(800))
@@ -269,18 +274,6 @@ class TestBesideALongPrompt:
         world.add("next turn", [*chat, *range(900, 920)], max_tokens=1)
         assert world.step()[0].num_scheduled_tokens == {"long": 236, "next turn": 20}
 
-    def test_the_end_of_a_long_one_does_not_wait(self, world: Driver) -> None:
-        world.steps(6)
-        world.add("short", 40, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 208, "short": 40}
-
-    def test_a_less_urgent_one_waits(self) -> None:
-        world = self.begun(policy=SchedulingPolicy.PRIORITY)
-        world.add("later", 40, max_tokens=1, priority=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 256}
-        world.add("alike", 40, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 216, "alike": 40}
-
     def test_kv_that_comes_from_another_node_is_sent_for_meanwhile(self) -> None:
         connector = FakeConnector()
         world = self.begun(connector=connector)
@@ -289,12 +282,6 @@ class TestBesideALongPrompt:
         world.add("short", 40, max_tokens=1)
         assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
         assert ("alloc", "moved", 1400) in connector.calls
-
-    def test_a_long_one_that_goes_to_another_node_waits_for_its_turn(self) -> None:
-        world = self.begun(connector=FakeConnector())
-        world.add("goes", 1400, max_tokens=1, transfer=produce())
-        world.add("short", 40, max_tokens=1)
-        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
 
 
 def missing(world: Driver, request_id: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tandem.engine.request import Request, RequestStatus
 from tests.engine.scheduling.driving import BLOCK, Driver
 from tests.engine.scheduling.model import alone
@@ -38,59 +40,34 @@ def test_a_preempted_request_is_the_first_in_line_and_finds_its_own_blocks():
     assert next(iter(step.num_scheduled_tokens.items())) == ("b", 1)
 
 
-def low_b_and_a(driver: Driver) -> None:
-    """Seven usable blocks, all in use: three by `low`, first in order of admission, and two each by the others.
-    In the next step `b` wants a third."""
+@pytest.mark.parametrize(
+    ("policy", "victim", "left"),
+    [
+        pytest.param("priority", "low", {"b": 1, "a": 7}, id="by priority the least urgent, wherever it stands"),
+        pytest.param("fcfs", "a", {"low": 3, "b": 1}, id="first come, first served: the last"),
+    ],
+)
+def test_one_gives_way_and_what_it_was_given_in_the_step_is_rolled_back(
+    policy: str, victim: str, left: dict[str, int]
+) -> None:
+    """Seven blocks are all in use: three by `low`, and two each by the others. In the next step `b` wants a third. The drafts of `a` fit
+    into the step's nine tokens because `low` gives back what it was given."""
+    driver = Driver(num_blocks=8, policy=policy, max_num_batched_tokens=9)
     for name, priority in [("low", 5), ("b", 1), ("a", 0)]:
         driver.add(name, prompt=7, max_tokens=9, priority=priority)
-        step, _ = driver.step()
-    assert list(step.num_scheduled_tokens) == ["low", "b", "a"]
+        driver.step()
     assert driver.free_blocks == 0
-
-
-def test_by_priority_the_least_urgent_gives_way_wherever_it_stands():
-    driver = Driver(num_blocks=8, policy="priority")
-    low_b_and_a(driver)
+    for name, drafts in (("low", 2), ("a", 6)):
+        driver.scheduler.requests[name].spec_token_ids = [1] * drafts
     step, _ = driver.step()
-    assert step.preempted_req_ids == {"low"}
-    assert list(step.num_scheduled_tokens) == ["b", "a"]  # no request is skipped because it goes
+    assert step.preempted_req_ids == {victim}
+    assert step.num_scheduled_tokens == left
+    assert step.total_num_scheduled_tokens == sum(left.values())
+    assert victim not in step.spec_token_ids
+    assert victim not in step.cached_reqs.req_ids
+    assert not step.new_block_ids(victim)
     driver.run()
     assert all(len(driver.outputs[name]) == 9 for name in ("low", "a", "b"))
-
-
-def test_first_come_first_served_the_same_requests_lose_the_last():
-    driver = Driver(num_blocks=8)
-    low_b_and_a(driver)
-    step, _ = driver.step()
-    assert step.preempted_req_ids == {"a"}
-    assert list(step.num_scheduled_tokens) == ["low", "b"]
-
-
-def test_what_a_victim_was_given_in_the_step_is_rolled_back_in_full():
-    driver = Driver(num_blocks=8, policy="priority")
-    low_b_and_a(driver)
-    driver.scheduler.requests["low"].spec_token_ids = [1]
-    step, _ = driver.step()
-    assert step.preempted_req_ids == {"low"}
-    assert step.total_num_scheduled_tokens == 2
-    assert "low" not in step.spec_token_ids
-    assert "low" not in step.cached_reqs.req_ids
-    assert not step.new_block_ids("low")
-
-
-def test_the_budget_of_a_victim_goes_to_those_behind_it():
-    driver = Driver(num_blocks=9, policy="priority", max_num_batched_tokens=8)
-    driver.add("low", prompt=8, max_tokens=9, priority=5)
-    driver.step()
-    driver.add("b", prompt=15, max_tokens=9, priority=1)
-    driver.step()  # b gets 7
-    driver.add("c", prompt=1, max_tokens=30, priority=-1)
-    for _ in range(40):
-        step, _ = driver.step()
-        assert step.total_num_scheduled_tokens <= 8
-        if not driver.scheduler.has_unfinished_requests():
-            break
-    assert {len(driver.outputs["low"]), len(driver.outputs["b"])} == {9}
 
 
 def test_blocks_filed_for_a_step_that_was_rolled_back_are_not_found_later():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from tandem.engine.scheduling.results import repeats
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import FinishReason, RepetitionDetection, SamplingParams
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, produce, sent
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, connected, produce, sent
 
 
 def request(name: str, *, tokens: int = 3, priority: int = 0, arrival: float = 0.0) -> Request:
@@ -45,38 +46,21 @@ def waiting_with(policy: SchedulingPolicy, *requests: Request) -> WaitingRequest
     return waiting
 
 
-def test_requests_leave_in_order_of_their_keys_and_ties_in_order_of_arrival():
+def test_requests_leave_by_key_then_by_arrival_and_those_that_ended_are_never_seen_again():
     queue = RequestQueue()
-    for key, name in [(2, "c"), (1, "a"), (2, "d"), (1, "b")]:
-        queue.push((key,), request(name))
-    assert [queue.pop()[1].request_id for _ in range(4)] == ["a", "b", "c", "d"]
-    assert queue.peek() is None
-
-
-def test_requests_that_ended_are_never_seen_again():
-    queue = RequestQueue()
-    requests = [request(str(i)) for i in range(20)]
-    for i, each in enumerate(requests):
-        queue.push((i,), each)
-    for i in (0, 1, 7, 19, 3):
+    requests = [request(str(i), tokens=i) for i in range(20)]
+    for i in (*range(10, 20), *range(10)):
+        queue.push((i // 2,), requests[i])
+    ended = (0, 1, 7, 19, 3)
+    for i in ended:
         bury(queue, requests[i])
+    left = [i for i in range(20) if i not in ended]
     assert len(queue) == len(queue.requests()) == 15
-    left = []
-    while queue.peek() is not None:
-        left.append(int(queue.pop()[1].request_id))
-    assert left == [i for i in range(20) if i not in (0, 1, 7, 19, 3)]
-
-
-def test_the_queue_counts_its_tokens():
-    queue = RequestQueue()
-    a, b, c = request("a", tokens=3), request("b", tokens=5), request("c", tokens=7)
-    for i, each in enumerate((a, b, c)):
-        queue.push((i,), each)
-    assert queue.num_tokens == 15
-    bury(queue, b)
-    assert queue.num_tokens == 10
-    queue.pop()
-    assert queue.num_tokens == 7
+    for place, i in enumerate(left):
+        assert queue.num_tokens == sum(left[place:])
+        assert queue.peek() is requests[i]
+        assert queue.pop()[1] is requests[i]
+    assert queue.peek() is None
 
 
 def test_a_queue_of_mostly_dead_requests_shrinks():
@@ -178,15 +162,6 @@ def test_running_requests_are_served_in_order_of_admission_before_anybody_is_adm
     assert list(step.num_scheduled_tokens.items()) == [("b", 1), ("a", 1), ("c", 6)]
 
 
-def test_one_budget_for_all_and_never_more():
-    driver = Driver(max_num_batched_tokens=10)
-    for name in "abcd":
-        driver.add(name, prompt=7, max_tokens=6)
-    while driver.scheduler.has_unfinished_requests():
-        step, _ = driver.step()
-        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= 10
-
-
 def test_the_chunk_cap_leaves_budget_to_others():
     driver = Driver(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     driver.add("long", prompt=15)
@@ -246,9 +221,7 @@ def test_there_is_work_until_the_runner_has_heard_of_every_end():
 
 
 def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
-    connector = FakeConnector()
-    connector.keeps.add("a")
-    driver = Driver(connector=connector, num_blocks=4)
+    driver, _ = connected(keeps=["a"], num_blocks=4)
     driver.add("a", prompt=10, max_tokens=1, transfer=produce())
     driver.steps(2)
     driver.add("b", prompt=10, max_tokens=1)
@@ -300,24 +273,24 @@ def said(driver: Driver, tokens: list[int], drafts: int = 0) -> tuple[list[int],
     return kept, finish
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_the_answer_ends_with_the_last_of_them(drafts: int) -> None:
+PAIRS = [5, 6, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "before", "drafts", "sampled", "kept"),
+    [
+        pytest.param({}, [], 0, PAIRS, PAIRS[:8], id="the answer ends with the last repetition"),
+        pytest.param({}, [], 2, PAIRS, PAIRS[:8], id="also where tokens come as drafts"),
+        pytest.param({"min_tokens": 7}, [], 0, [5] * 12, [5] * 7, id="not before the fewest tokens"),
+        pytest.param({}, [7, 8, 7, 8, 7], 0, [8, 7, 8], [8], id="tokens that another node said count"),
+        pytest.param({"max_tokens": 12, "repetition_detection": None}, [], 0, [5] * 12, [5] * 12, id="not asked for"),
+    ],
+)
+def test_an_answer_that_repeats_itself_is_ended(
+    sampling: dict[str, Any], before: list[int], drafts: int, sampled: list[int], kept: list[int]
+) -> None:
     driver = Driver()
-    driver.add("a", sampling=SamplingParams(max_tokens=40, repetition_detection=WANTED))
-    assert said(driver, [5, 6, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8], drafts) == ([5, 6, 7, 8, 7, 8, 7, 8], FinishReason.STOP)
-
-
-def test_not_before_the_fewest_tokens_and_not_where_it_is_not_asked_for() -> None:
-    driver = Driver()
-    driver.add("a", sampling=SamplingParams(max_tokens=40, min_tokens=7, repetition_detection=WANTED))
-    assert said(driver, [5] * 12) == ([5] * 7, FinishReason.STOP)
-    other = Driver()
-    other.add("a", max_tokens=12)
-    assert said(other, [5] * 12) == ([5] * 12, FinishReason.LENGTH)
-
-
-def test_tokens_that_another_node_said_count() -> None:
-    driver = Driver()
-    sampling = SamplingParams(max_tokens=40, repetition_detection=WANTED)
-    driver.add("a", sampling=sampling, output_token_ids=[7, 8, 7, 8, 7])
-    assert said(driver, [8, 7, 8]) == ([8], FinishReason.STOP)
+    asked = {"max_tokens": 40, "repetition_detection": WANTED, **sampling}
+    driver.add("a", sampling=SamplingParams(**asked), output_token_ids=before)
+    ended = FinishReason.STOP if asked["repetition_detection"] else FinishReason.LENGTH
+    assert said(driver, sampled, drafts) == (kept, ended)

@@ -26,7 +26,7 @@ from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, 
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, connected, produce
 
 
 def test_gauges_follow_the_requests():
@@ -45,24 +45,13 @@ def test_gauges_follow_the_requests():
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 0, 0)
 
 
-def test_tokens_that_are_on_their_way_are_not_waiting_to_be_computed():
-    connector = FakeConnector()
-    connector.offers["a"] = (10, True)
-    driver = Driver(connector=connector)
-    driver.add("a", prompt=10)
+def test_a_request_whose_kv_is_on_its_way_has_no_tokens_to_compute_and_is_not_the_oldest_in_line():
+    driver, _ = connected({"far": (10, True)}, max_num_seqs=1)
+    driver.add("far", prompt=10, arrival_time=1.0)
     assert driver.scheduler.stats().waiting_tokens == 10
     driver.step()
     stats = driver.scheduler.stats()
-    assert (stats.waiting, stats.blocked, stats.waiting_tokens) == (1, 1, 0)
-
-
-def test_a_request_whose_kv_is_on_its_way_is_not_the_oldest_that_waits_for_its_turn():
-    connector = FakeConnector()
-    connector.offers["far"] = (10, True)
-    driver = Driver(connector=connector, max_num_seqs=1)
-    driver.add("far", prompt=10, arrival_time=1.0)
-    driver.step()
-    assert driver.scheduler.stats().oldest_arrival is None
+    assert (stats.waiting, stats.blocked, stats.waiting_tokens, stats.oldest_arrival) == (1, 1, 0, None)
     driver.add("runs", arrival_time=2.0)
     driver.add("waits", arrival_time=3.0)
     driver.step()
@@ -70,7 +59,7 @@ def test_a_request_whose_kv_is_on_its_way_is_not_the_oldest_that_waits_for_its_t
 
 
 def test_totals_add_up():
-    driver = Driver(eos=[10_000])
+    driver = Driver(eos=[10_000], connector=FakeConnector())
     driver.add("a", list(range(9)), max_tokens=3)
     driver.add("b", list(range(9)), max_tokens=2)
     driver.add("c", max_tokens=9)
@@ -79,6 +68,7 @@ def test_totals_add_up():
     driver.run()
     stats = driver.scheduler.stats()
     assert (stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (9 + 1 + 6, 8)
+    assert (stats.prompt_tokens_looked_up, stats.prompt_tokens_asked) == (9 + 9 + 6, 9 + 1 + 6)
     assert stats.output_tokens == 3 + 2 + 1
     assert (stats.requests_started, stats.requests_finished) == (3, {"length": 2, "abort": 1})
     assert (stats.steps, stats.cached_blocks) == (4, 3)
@@ -146,18 +136,6 @@ def test_the_blocks_that_answers_will_want_are_guessed_from_those_that_have_ende
     assert tokens_expected("f") == 36, "it is expected to go on for a while"
 
 
-def test_what_was_looked_for_is_counted_beside_what_was_found():
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    driver.add("a", list(range(9)), max_tokens=1)
-    driver.run()
-    driver.add("b", list(range(9)), max_tokens=1)
-    driver.run()
-    stats = driver.scheduler.stats()
-    assert (stats.prompt_tokens_looked_up, stats.prompt_tokens_cached) == (18, 8)
-    assert stats.prompt_tokens_asked == 9 + 1
-
-
 def test_a_request_tells_how_long_it_stood_in_line():
     now = 10.0
     driver = Driver(max_num_seqs=1, clock=lambda: now)
@@ -174,8 +152,7 @@ def test_a_request_tells_how_long_it_stood_in_line():
 @pytest.fixture
 def driver() -> Driver:
     """One request runs, one waits, one loads, one is held; some blocks are cached and free."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_num_seqs=2)
+    driver, connector = connected(max_num_seqs=2)
     driver.add("gone", list(range(12)), max_tokens=1)
     driver.run()
     connector.keeps.add("held")
@@ -221,6 +198,9 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "a null block that is cached": lambda d: pool(d).hashes.__setitem__(0, b"x"),
     "a hash that leads nowhere": lambda d: pool(d).hashes.pop(table(d, "runs")[0]),
     "a hash without a way to it": lambda d: pool(d).cached[0].popitem(),
+    "one block that is filed as several": lambda d: (
+        pool(d).cached[0].update({pool(d).hashes[table(d, "runs")[0]]: {table(d, "runs")[0]: None}})
+    ),
     "a hash that leads to another block": lambda d: pool(d).hashes.__setitem__(table(d, "runs")[0], b"x"),
     "a block that holds something else than it is found for": lambda d: table(d, "runs").reverse(),
     "a block that is found before it is computed": lambda d: setattr(running(d), "num_computed_tokens", 3),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
 from tests.engine.scheduling.model import STATE, WRONG, alone
 from tests.engine.scheduling.world import EOS, GROUPS_WITH_STATES, STATES, LazyDevice
@@ -204,11 +206,17 @@ def push_out(world: TierWorld) -> None:
     world.scheduler.state.cache.reset_prefix_cache()
 
 
+def forgotten(prompt: Sequence[int] = PROMPT, max_tokens: int = 2, **options: Any) -> tuple[TierWorld, list[int]]:
+    """A world whose tier has a prompt that its device has forgotten, and the prompt's answer."""
+    world = TierWorld(**options)
+    answer = world.run(prompt, max_tokens)
+    push_out(world)
+    return world, answer
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_prompt_that_the_device_has_forgotten_is_loaded_and_not_computed(ahead: bool) -> None:
-    world = TierWorld(ahead=ahead)
-    first = world.run(PROMPT)
-    push_out(world)
+    world, first = forgotten(ahead=ahead)
     before = world.computed
     assert world.run(PROMPT) == first
     assert world.loaded == 6 * BLOCK
@@ -220,12 +228,18 @@ def test_a_prompt_that_the_device_has_forgotten_is_loaded_and_not_computed(ahead
     assert status.found_tokens == 6 * BLOCK
 
 
-def test_one_token_is_always_left_to_compute() -> None:
-    world = TierWorld()
-    world.run(PROMPT[: 4 * BLOCK])
-    push_out(world)
-    world.run(PROMPT[: 4 * BLOCK])
-    assert world.loaded == 3 * BLOCK
+@pytest.mark.parametrize(
+    ("prompt", "asked", "loaded"),
+    [
+        pytest.param(PROMPT[: 4 * BLOCK], {}, 3 * BLOCK, id="one token is always left to compute"),
+        pytest.param(PROMPT, {"prompt_logprobs": 1}, 0, id="a prompt's log-probabilities are computed"),
+    ],
+)
+def test_what_is_there_and_is_not_loaded(prompt: Sequence[int], asked: dict[str, int], loaded: int) -> None:
+    world, _ = forgotten(prompt)
+    world.ask(prompt, sampling=SamplingParams(max_tokens=2, **asked))
+    world.finish()
+    assert world.loaded == loaded
 
 
 @pytest.mark.parametrize("start", range(7))
@@ -264,9 +278,7 @@ def test_a_preemption_waits_for_no_copy_and_gives_no_block_away_that_is_being_co
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_load_that_is_given_up_is_computed_and_its_blocks_are_free(comes_back: bool) -> None:
-    world = TierWorld()
-    first = world.run(PROMPT)
-    push_out(world)
+    world, first = forgotten()
     asked = [world.ask(PROMPT), world.ask([*PROMPT, 7])]
     world.step()
     assert world.scheduler.stats().blocked == 1
@@ -283,9 +295,7 @@ def test_a_load_that_is_given_up_is_computed_and_its_blocks_are_free(comes_back:
 
 def test_wrong_kv_is_never_loaded_again() -> None:
     """Not what is being loaded when it is found out, either."""
-    world = TierWorld()
-    world.run(PROMPT)
-    push_out(world)
+    world, _ = forgotten()
     world.ask(PROMPT)
     world.step()
     world.scheduler.convict(None)
@@ -331,9 +341,7 @@ def test_what_an_adapter_explains_is_forgotten_and_nothing_else(groups: tuple[KV
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy))
 def test_what_a_tier_lost_is_computed_whatever_is_said_of_failed_transfers(policy: LoadFailurePolicy) -> None:
-    world = TierWorld(on_failure=policy)
-    first = world.run(PROMPT)
-    push_out(world)
+    world, first = forgotten(on_failure=policy)
     world.movers[0].loses = True
     assert world.run(PROMPT) == first
     assert (world.loaded, world.scheduler.stats().loads_failed) == (0, 1)
@@ -344,9 +352,7 @@ def test_what_a_tier_lost_is_computed_whatever_is_said_of_failed_transfers(polic
 
 
 def test_of_two_tiers_the_one_that_has_more_loads() -> None:
-    world = TierWorld(tiers=2)
-    world.run(PROMPT)
-    push_out(world)
+    world, _ = forgotten(tiers=2)
     request = world.driver.add("look", PROMPT)
     world.managers[0].forget([request.block_hashes[2]])
     world.driver.abort("look")
@@ -358,22 +364,9 @@ def test_of_two_tiers_the_one_that_has_more_loads() -> None:
     assert [mover.loads for mover in world.movers] == [1, 1], "the nearer has it again"
 
 
-def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None:
-    from tandem.wire.sampling import SamplingParams
-
-    world = TierWorld()
-    world.run(PROMPT)
-    push_out(world)
-    world.ask(PROMPT, 2, sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
-    world.finish()
-    assert world.loaded == 0
-
-
 @pytest.mark.parametrize("groups", GROUPS[1:])
 def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(groups: Sequence[KVCacheGroup]) -> None:
-    world = TierWorld(groups=groups, num_blocks=200)
-    answer = world.run(PROMPT, max_tokens=3 * BLOCK)
-    push_out(world)
+    world, answer = forgotten(PROMPT, max_tokens=3 * BLOCK, groups=groups, num_blocks=200)
     world.run([*PROMPT, *answer, 5])
     kept = (len(PROMPT) + len(answer) - 1) // BLOCK * BLOCK
     assert world.loaded == kept
@@ -421,9 +414,7 @@ def test_a_state_that_was_given_up_shortens_the_hit_to_the_last_that_is_there() 
 def test_of_requests_that_wait_for_one_load_all_but_the_first_find_it_on_the_device(
     groups: tuple[KVCacheGroup, ...],
 ) -> None:
-    world = TierWorld(groups=groups)
-    world.run(PROMPT)
-    push_out(world)
+    world, _ = forgotten(groups=groups)
     for tail in ([], [7], [7, 8]):
         world.ask([*PROMPT, *tail])
     world.finish()

@@ -12,17 +12,14 @@ from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import FinishReason, SamplingParams
-from tests.engine.scheduling.driving import Driver, FakeConnector, consume, failed, received, unique_tokens
+from tests.engine.scheduling.driving import connected, consume, failed, received, unique_tokens
 from tests.engine.scheduling.model import alone, next_token
 
 
-def waiting_driver(prompt: object = 10, *, found_here: int = 0, **options: object):
+def waiting_driver(**options: Any):
     """A driver whose request a waits for its KV, which has not been sent yet."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, **options)  # type: ignore[arg-type]
-    count = prompt if isinstance(prompt, int) else len(prompt)  # type: ignore[arg-type]
-    connector.offers["a"] = (count - found_here, True)
-    request = driver.add("a", prompt, max_tokens=5, transfer=consume())  # type: ignore[arg-type]
+    driver, connector = connected({"a": (10, True)}, **options)
+    request = driver.add("a", 10, max_tokens=5, transfer=consume())
     driver.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     return driver, connector, request
@@ -81,8 +78,7 @@ def test_blocks_that_arrived_are_found_by_others():
 
 def test_only_what_is_not_here_is_asked_for():
     prompt = list(range(10))
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
+    driver, connector = connected()
     driver.add("before", prompt, max_tokens=1)
     driver.run()
     connector.offers["a"] = (2, True)
@@ -137,9 +133,7 @@ BEGUN = {"sampling": SamplingParams(max_tokens=5, prompt_logprobs=0), "output_to
 def test_what_did_not_arrive_whole_is_computed_from_where_it_is_right(
     offered: int, written: int, news: ConnectorOutput, fields: dict[str, Any], used: int
 ) -> None:
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_loras=1, encoder_tokens=8)
-    connector.offers["a"] = (offered, True)
+    driver, connector = connected({"a": (offered, True)}, max_loras=1, encoder_tokens=8)
     request = driver.add("a", PROMPT, **{"max_tokens": 5, "transfer": consume(), **fields})
     driver.step()
     driver.arrive(request, 0, written)
@@ -214,8 +208,7 @@ def test_news_of_unknown_requests_is_ignored():
 
 
 def test_requests_that_arrived_stand_in_their_old_place_in_line():
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_num_seqs=1)
+    driver, connector = connected(max_num_seqs=1)
     loads = {}
     for name in ("a", "b"):
         connector.offers[name] = (6, True)
@@ -229,9 +222,7 @@ def test_requests_that_arrived_stand_in_their_old_place_in_line():
 
 
 def test_a_load_needs_a_free_place_among_the_running():
-    connector = FakeConnector()
-    connector.offers["a"] = (6, True)
-    driver = Driver(connector=connector, max_num_seqs=1)
+    driver, _ = connected({"a": (6, True)}, max_num_seqs=1)
     driver.add("b")
     driver.step()
     request = driver.add("a", transfer=consume())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.base.errors import InvalidRequest
 from tandem.kvtransfer.base import ConnectorOutput
-from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
+from tests.engine.scheduling.driving import connected, produce, sent
 
 
-def producer(**options: object):
-    connector = FakeConnector()
-    connector.keeps.add("a")
-    return Driver(connector=connector, **options), connector  # type: ignore[arg-type]
+def producer(**options: Any):
+    return connected(keeps=["a"], **options)
 
 
 def test_the_connector_hears_of_a_request_from_beginning_to_end():

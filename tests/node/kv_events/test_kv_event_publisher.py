@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-EVENTS = [
+EVENTS: list[Any] = [
     BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None]),
     BlockStored([b"c"], b"b", [5, 6], 2, lora_name="x", group_idx=1),
     BlockRemoved([b"c"], group_idx=1),
@@ -85,14 +85,10 @@ def test_a_subscriber_reads_every_event_and_its_number(publisher: KVEventPublish
         publisher.publish(EVENTS)
         topic, next_number, batch = subscriber.receive()
         assert (topic, next_number) == (b"kv", number + 1)
-        assert [type(event).__name__ for event in batch.events] == [type(event).__name__ for event in EVENTS]
-        first, second, removed, in_tier, from_tier, _ = batch.events
-        assert (first.block_hashes, first.token_ids, first.medium) == ([b"a", b"b"], [1, 2, 3, 4], "GPU")
+        first, *others = batch.events
         (of_salt,), none = first.extra_keys
         assert (of_salt[:5], len(of_salt), none) == ("salt:", 37, None)
-        assert (second.parent_block_hash, second.lora_name, second.group_idx) == (b"b", "x", 1)
-        assert (removed.block_hashes, removed.group_idx) == ([b"c"], 1)
-        assert (in_tier.medium, from_tier.medium) == ("CPU", "CPU")
+        assert [msgspec.structs.replace(first, extra_keys=EVENTS[0].extra_keys), *others] == EVENTS
         assert batch.ts > 1.6e9
     finally:
         subscriber.close()

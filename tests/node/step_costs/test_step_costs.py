@@ -152,15 +152,12 @@ def middle(errors: list[float]) -> float:
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_a_node_learns_its_steps_and_follows_a_machine_that_computes_at_half_its_speed(ahead: bool) -> None:
     node = Node(ahead=ahead)
-    node.serve(120)
-    for errors in (errors_of_prompts(node.costs, 1), errors_of_rows(node.costs, 1)):
-        assert middle(errors) < 0.1, errors
-        assert errors[-1] < 0.2, errors
-    node.device.speed = 0.5
-    node.serve(60)
-    for errors in (errors_of_prompts(node.costs, 0.5), errors_of_rows(node.costs, 0.5)):
-        assert middle(errors) < 0.1, errors
-        assert errors[-1] < 0.2, errors
+    for speed, seconds in ((1.0, 120), (0.5, 60)):
+        node.device.speed = speed
+        node.serve(seconds)
+        for errors in (errors_of_prompts(node.costs, speed), errors_of_rows(node.costs, speed)):
+            assert middle(errors) < 0.1, errors
+            assert errors[-1] < 0.2, errors
     assert node.costs.prompts_seen > 60
     assert node.costs.rows_seen > 60
     assert node.costs.most_prompt_tokens == 1024

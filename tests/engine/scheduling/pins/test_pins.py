@@ -16,6 +16,7 @@ from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins.pins import Pin, Pins
 from tandem.engine.scheduling.pins.tools import ToolTimes
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.node.step_trace.records import StepTrace
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens
@@ -86,30 +87,23 @@ def test_a_turn_that_is_not_the_last_keeps_its_blocks_until_the_time_is_over():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"is_last_step": True}, {"job_id": None}, {"max_tokens": 1, "prompt": 2}],
-    ids=["last", "no job", "no block"],
+    ("options", "fields"),
+    [
+        pytest.param({}, {"is_last_step": True}, id="last"),
+        pytest.param({}, {"job_id": None}, id="no job"),
+        pytest.param({}, {"max_tokens": 1, "prompt": 2}, id="no block"),
+        pytest.param({"caching": False}, {}, id="no prefix cache"),
+        pytest.param({"policy": "fcfs"}, {}, id="fcfs"),
+        pytest.param({"policy": "priority"}, {}, id="priority"),
+    ],
 )
-def test_what_gets_no_pin(fields):
-    driver = Agents()
+def test_what_gets_no_pin(options, fields):
+    driver = Agents(**options)
     driver.turn("a1", **fields)
-    assert driver.used == 0
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_other_policies_pin_nothing(policy):
-    driver = Agents(policy=policy)
-    driver.turn("a1")
     assert driver.used == 0
     assert driver.scheduler.seconds_until_sweep() is None
     driver.scheduler.turn_ended("a", "a1", ["grep"])
     driver.scheduler.end_pins()
-
-
-def test_without_a_prefix_cache_there_is_nothing_to_keep():
-    driver = Agents(caching=False)
-    driver.turn("a1")
-    assert driver.used == 0
 
 
 # --- one pin for each job
@@ -373,22 +367,18 @@ def test_the_audit_notices_what_should_not_be_pinned(what: str):
         driver.scheduler.check_integrity()
 
 
-def test_a_reset_of_the_cache_ends_pins():
+@pytest.mark.parametrize(
+    ("end", "later"),
+    [(Scheduler.reset_prefix_cache, ["b"]), (Scheduler.end_pins, [])],
+    ids=["a reset ends pins", "a node that closes has none and makes none"],
+)
+def test_what_ends_all_pins(end: Callable[[Scheduler], object], later: list[str]):
     driver = Agents()
     driver.turn("a1")
-    driver.scheduler.reset_prefix_cache()
+    end(driver.scheduler)
     assert driver.used == 0
     driver.turn("b1")
-    assert driver.pinned == ["b"]
-
-
-def test_a_node_that_closes_has_no_pins_and_makes_none():
-    driver = Agents()
-    driver.turn("a1")
-    driver.scheduler.end_pins()
-    assert driver.used == 0
-    driver.turn("b1")
-    assert driver.used == 0
+    assert driver.pinned == later
 
 
 # --- in any order
