@@ -9,7 +9,6 @@ import pytest
 
 from tandem.api.settings import ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_structured import PERSON, Follows, format_of
@@ -195,9 +194,9 @@ def test_definitions_that_every_parameter_would_repeat_are_refused_before_they_a
     start_router: StartRouter, folder_with_tools: str, name: ToolFormat
 ) -> None:
     """Written first and measured afterwards, these would be a gigabyte."""
-    router = start_router(prefill=0, decode=0, tokenizer_path=folder_with_tools, tool_format=name)
-    router.add("d", Role.DECODE, max_model_len=1_000_000)
-    router.wait_ready()
+    router = start_router(
+        prefill=0, node={"max_model_len": 1_000_000}, tokenizer_path=folder_with_tools, tool_format=name
+    )
     schema = {
         "type": "object",
         "properties": {f"a{at}": {"$ref": "#/$defs/b"} for at in range(4000)},

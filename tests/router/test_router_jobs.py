@@ -11,7 +11,6 @@ from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import PolicyName
 from tandem.router.dispatch.lives import REMEMBERED_JOBS, JobHomes
 from tandem.router.policy.shortlist import Shortlist
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_policy import ask, decide, names, node, pools
@@ -20,12 +19,7 @@ from tests.small_model import HERMES, WEATHER
 
 
 def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, **settings)
-    for index in range(pairs):
-        router.add(f"p{index}", Role.PREFILL, pin_seconds=60.0)
-        router.add(f"d{index}", Role.DECODE, pin_seconds=60.0)
-    router.wait_ready()
-    return router
+    return start_router(prefill=pairs, decode=pairs, node={"pin_seconds": 60.0}, **settings)
 
 
 def test_a_job_is_named_by_field_header_or_session(router: RunningRouter) -> None:

@@ -15,7 +15,6 @@ from tandem.api.openai import answer
 from tandem.api.openai.caller import Caller
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.plan import plan_completion
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.paths import SERVED, of_served
 
@@ -23,10 +22,7 @@ from tests.router.paths import SERVED, of_served
 @pytest.fixture(scope="module")
 def kept_router(keep_router: StartRouter) -> RunningRouter:
     """A router whose model has a short context."""
-    router = keep_router(prefill=0, decode=0)
-    router.add("d", Role.DECODE, max_model_len=64)
-    router.wait_ready()
-    return router
+    return keep_router(prefill=0, node={"max_model_len": 64})
 
 
 def refuse(*args: Any, **options: Any) -> Any:

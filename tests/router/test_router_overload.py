@@ -3,10 +3,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-
 from tandem.router.config import ApiKey, Limits, Timeouts
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -62,10 +59,8 @@ def test_no_node_is_said_at_once(start_router: StartRouter) -> None:
 
 
 def with_long_context(start_router: StartRouter, timeouts: Timeouts) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, timeouts=timeouts, max_failovers=0).with_small_buffers()
-    router.add("d0", Role.DECODE, max_model_len=400_000)
-    router.wait_ready()
-    return router
+    node = {"max_model_len": 400_000}
+    return start_router(prefill=0, node=node, timeouts=timeouts, max_failovers=0).with_small_buffers()
 
 
 def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: StartRouter) -> None:
@@ -103,30 +98,15 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRoute
         assert drained.result(10) is True
 
 
-def test_drain_fails_what_does_not_end_in_time(start_router: StartRouter) -> None:
-    router = start_router(prefill=0)
-    with occupy(router) as events:
-        assert router.call(router.server.drain(0.1)) is False
-        last = events.rest()[-1]
-        assert "shutting down" in last["error"]["message"]
-    router.wait_for(router.idle, "nothing is left")
-
-
-def test_a_second_drain_does_not_call_finished_what_the_first_one_failed(start_router: StartRouter) -> None:
-    """The controller that ordered the first one was killed, and the next one orders it again."""
-    router = start_router(prefill=0)
-    with occupy(router):
-        first, second = router.begin(router.server.drain(0.1)), router.begin(router.server.drain(10))
-        assert first.result(10) is False
-        assert second.result(10) is False
-
-
-def test_drain_also_tells_those_who_still_wait(start_router: StartRouter) -> None:
+def test_drain_fails_what_does_not_end_in_time_and_tells_those_who_still_wait(start_router: StartRouter) -> None:
+    """So does a second one: the controller that ordered the first was killed, and the next one orders it again."""
     router = start_router(prefill=0, limits=Limits(inflight_per_node=1))
-    with occupy(router), ThreadPoolExecutor(1) as pool:
+    with occupy(router) as events, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(router.complete, max_tokens=2)
         router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 1, "it waits")
-        assert router.call(router.server.drain(0.1)) is False
+        first, second = router.begin(router.server.drain(0.1)), router.begin(router.server.drain(10))
+        assert (first.result(10), second.result(10)) == (False, False)
+        assert "shutting down" in events.rest()[-1]["error"]["message"]
         answer = waiting.result(10)
         assert answer.status_code == 503
         assert "shutting down" in answer.json()["error"]["message"]
@@ -152,16 +132,11 @@ def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_
     router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
     node, admission = router.nodes["d0"], router.server.services.dispatcher.admission
     node.set(pause_at=1)
-
-    def ask(key: str, **fields: object) -> httpx.Response:
-        body = {"model": "fake", "prompt": "the fox", "max_tokens": 2, "seed": 5, **fields}
-        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-
     with ThreadPoolExecutor(2) as pool:
-        wide = pool.submit(ask, "key-wide", n=7)
+        wide = pool.submit(router.complete, key="key-wide", n=7, max_tokens=2, seed=5)
         node.wait_until(lambda: len(node.submits) == 2, "it runs with two of seven")
         router.wait_for(lambda: admission.queued == 5, "the others wait")
-        narrow = pool.submit(ask, "key-narrow")
+        narrow = pool.submit(router.complete, key="key-narrow", max_tokens=2)
         router.wait_for(lambda: admission.queued == 6, "queued")
         node.resume()
         assert narrow.result(10).status_code == 200
@@ -171,18 +146,15 @@ def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_
     router.wait_for(router.idle, "nothing is left")
 
 
-def test_what_waits_of_a_wide_request_leaves_the_line_with_its_client(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, limits=Limits(inflight_per_node=2))
+def test_the_rest_of_a_wide_request_leaves_the_line_with_its_client_and_at_its_deadline(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=2), timeouts=Timeouts(total=0.5))
     router.nodes["d0"].set(pause_at=1)
     with router.stream(max_tokens=3, n=6) as events:
         events.text(count=1)
         assert router.server.services.dispatcher.admission.queued == 4
     router.wait_for(router.idle, "nothing is left")
-
-
-def test_the_rest_of_a_wide_request_waits_to_its_own_deadline_and_no_longer(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, limits=Limits(inflight_per_node=1), timeouts=Timeouts(total=0.5))
-    router.nodes["d0"].set(pause_at=1)
     assert router.complete(max_tokens=3, n=3).status_code == 504
     router.wait_for(router.idle, "nothing is left")
 
@@ -231,18 +203,12 @@ def test_a_key_on_all_places_pauses_for_another_and_loses_no_token(start_router:
     router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
     node = router.nodes["d0"]
     node.set(pause_at=3)
-
-    def ask(key: str, **fields: object) -> httpx.Response:
-        body = {"model": "fake", "prompt": "the fox", "seed": 5, **fields}
-        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-
     with ThreadPoolExecutor(1) as pool:
-        greedy = pool.submit(ask, "key-greedy", n=2, max_tokens=8)
+        greedy = pool.submit(router.complete, key="key-greedy", n=2, max_tokens=8, seed=5)
         router.wait_for(
             lambda: router.server.services.dispatcher.held == 2 and len(node.running) == 2, "all places taken"
         )
-        other = ask("key-other", max_tokens=2)
-        assert other.status_code == 200
+        assert router.complete(key="key-other", max_tokens=2).status_code == 200
         node.wait_until(lambda: len(node.submits) == 4, "the paused one goes on")
         node.resume()
         answer = greedy.result(10)

@@ -29,11 +29,7 @@ def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def successor_of(first: RunningRouter, start_router: StartRouter, **settings: Any) -> RunningRouter:
-    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door), **settings)
-    second.board, second.nodes = first.board, first.nodes
-    second.announce()
-    second.wait_ready()
-    return second
+    return start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door), **settings).join(first)
 
 
 @contextmanager
@@ -195,9 +191,7 @@ def test_one_that_leaves_before_it_knows_its_nodes_takes_no_connection(start_rou
     second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
     assert not second.look(lambda: second.server.accepts), "it has been told of no node"
     assert second.call(second.server.leave(PATIENCE_S))
-    second.board, second.nodes = first.board, first.nodes
-    second.announce()
-    second.wait_ready()
+    second.join(first)
     for _ in range(5):
         with first.new_client() as client:
             assert client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 2}).status_code == 200

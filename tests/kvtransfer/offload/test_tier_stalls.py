@@ -26,17 +26,11 @@ from tandem.kvtransfer.offload.patience import (
     Hold,
 )
 from tandem.kvtransfer.offload.spec import Copy, Tier
+from tests.clock import Clock
 from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
 from tests.waiting import until
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Disk:

@@ -26,13 +26,11 @@ PATHS = [COMPLETIONS, CHAT, *([MESSAGES] if is_there("tandem.router.messages") e
 def ask(
     router: RunningRouter, confidence: str = "0.9", asked: tuple[str, Any] = COMPLETIONS, **fields: Any
 ) -> httpx.Response:
-    body = {"model": "fake", "max_tokens": 3, **asked[1], **fields}
-    return router.client.post(asked[0], json=body, headers={HEADER: confidence})
+    return router.ask(asked[0], headers={HEADER: confidence}, **{"max_tokens": 3, **asked[1], **fields})
 
 
-def stream(router: RunningRouter, confidence: str = "0.9", url: str = "", **fields: Any) -> EventReader:
-    body = {"model": "fake", "prompt": "the fox", "stream": True, "max_tokens": 3, **fields}
-    return EventReader(url or router.url, "/v1/completions", body, headers={HEADER: confidence})
+def stream(router: RunningRouter, confidence: str = "0.9", **fields: Any) -> EventReader:
+    return router.stream(headers={HEADER: confidence}, **{"max_tokens": 3, **fields})
 
 
 def quoted(text: str) -> float:

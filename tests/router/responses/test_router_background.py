@@ -25,12 +25,7 @@ PATIENT = Heartbeat(ping_interval=0.1, silence=5)
 
 def two_routers(start_router: StartRouter, **settings: Any) -> Pair:
     first = start_router(prefill=2, decode=2, **settings)
-    second = start_router(prefill=0, decode=0, **settings)
-    second.board = first.board
-    second.nodes = first.nodes
-    second.announce()
-    second.wait_ready()
-    return first, second
+    return first, start_router(prefill=0, decode=0, **settings).join(first)
 
 
 @pytest.fixture
