@@ -117,13 +117,9 @@ SOCKETS: dict[str, OpenSocket] = {
 @pytest.mark.parametrize("name", SOCKETS)
 def test_random_frames_are_counted_and_nothing_else_happens(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    send_random_frames(SOCKETS[name])
-
-
-def send_random_frames(open_socket: OpenSocket) -> None:
     chance = random.Random(7)
     context = zmq.Context()
-    with open_socket() as listening:
+    with SOCKETS[name]() as listening:
         whole = msgspec.msgpack.encode(listening.whole)
         listening.before = FRAMES
         sender = context.socket(zmq.PUSH)
@@ -159,13 +155,9 @@ def knock(port: int, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("name", SOCKETS)
 def test_bytes_that_are_no_frames_harm_nobody(name: str) -> None:
-    send_no_frames(SOCKETS[name])
-
-
-def send_no_frames(open_socket: OpenSocket) -> None:
     chance = random.Random(3)
     context = zmq.Context()
-    with open_socket() as listening:
+    with SOCKETS[name]() as listening:
         for _ in range(CONNECTIONS):
             knock(int(listening.endpoint.rpartition(":")[2]), chance)
         sender = context.socket(zmq.PUSH)

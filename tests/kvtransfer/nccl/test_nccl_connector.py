@@ -5,7 +5,7 @@ All tests here run on gloo. On a GPU only the backend and the place of the tenso
 
 from __future__ import annotations
 
-import os
+import random
 import subprocess
 import sys
 import threading
@@ -28,6 +28,9 @@ from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.sockets import Outbox
+from tests.kvtransfer.kv_resources import leaves_nothing_behind
+from tests.kvtransfer.test_random_frames import CONNECTIONS, knock
+from tests.listening import listening_addresses
 from tests.waiting import until
 from tests.wire.members import endpoint_at
 
@@ -286,10 +289,6 @@ def test_a_member_that_dies_while_the_group_is_made_is_not_waited_for_again_and_
 
 
 def test_nothing_is_left_behind() -> None:
-    def resources() -> tuple[int, int, int]:
-        tasks, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
-        return threading.active_count(), tasks, files
-
     def round_trip() -> None:
         here, there = Side("a"), Side("b")
         there.transport.expect("t", [5])
@@ -297,24 +296,40 @@ def test_nothing_is_left_behind() -> None:
         here.transport.close()
         there.transport.close()
 
-    round_trip()  # what is made once for the process is made now
-    before = resources()
-    for _ in range(3):
-        round_trip()
-    until(lambda: resources() <= before)
+    leaves_nothing_behind(round_trip)
 
 
 # ── what peers may say ──
 
 
-def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> None:
+def test_who_does_not_have_the_key_gets_no_pair_and_what_is_no_message_is_counted(sides: tuple[Side, Side]) -> None:
     _, there = sides
     outbox, to = Outbox(), msgspec.msgpack.decode(there.memory.agent_metadata, type=Rendezvous).endpoint
     outbox.send(to, Open("p", b"wrong", "x", endpoint_at(9), "127.0.0.1", 9))
     outbox.send(to, Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
-    until(lambda: there.transport.refused == 2)
+    outbox.send_frame(to, b"x" * 20)
+    until(lambda: (there.transport.refused, there.transport.malformed_frames) == (2, 1))
     assert pair_threads() == 0
     outbox.close()
+
+
+def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
+    chance, before = random.Random(5), listening_addresses()
+    patient = msgspec.structs.replace(FAST, connect_timeout_s=2.0, move_timeout_s=2.0)
+    here, there = Side("a", patient), Side("b", patient)
+    try:
+        there.transport.expect("t", [5])
+        remote = here.transport.connect(there.memory)
+        here.write(remote, [3], [5])
+        opened = listening_addresses() - before
+        assert opened
+        for _, port in opened:
+            for _ in range(CONNECTIONS):
+                knock(port, chance)
+        here.write(remote, [3], [5])
+    finally:
+        here.transport.close()
+        there.transport.close()
 
 
 @pytest.mark.parametrize(
