@@ -25,7 +25,7 @@ from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import new_id
 from tests.router.event_reader import EventReader
-from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
+from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token, scripted
 
 if TYPE_CHECKING:
     import openai
@@ -40,6 +40,13 @@ LETTERS = hashed_token(67, 93)
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """What an answer with this status says is wrong."""
+    assert answer.status_code == status, answer.text
+    found: dict[str, Any] = answer.json()["error"]
+    return found
 
 
 class RunningRouter:
@@ -304,6 +311,17 @@ def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartR
 def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
     with starting(model_folder, end_token, tmp_path_factory.getbasetemp()) as start:
         yield start
+
+
+@pytest.fixture
+def start_saying(start_router: StartRouter, tokenizer: Tokenizer, end_token: int) -> StartRouter:
+    """As start_router. Every answer is this text, again and again if it does not end there."""
+
+    def start(text: str, *, ends: bool = True, **settings: Any) -> RunningRouter:
+        script = tokenizer.encode(text, special=False)
+        return start_router(rule=scripted([*script, end_token] if ends else script), **settings)
+
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tandem.router.config import Heartbeat, Timeouts
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit, TransferRole
 from tandem.wire.sampling import FinishReason
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import FakeNode
 
 COUNT = 12
@@ -140,7 +140,7 @@ def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(start_r
     for name in ("d0", "d1"):
         router.nodes[name].set(error_at=(shown, why))
     body = router.complete(max_tokens=COUNT, seed=9)
-    assert (body.status_code, body.json()["error"]["code"]) == (502, "kv_load_failed")
+    assert error_of(body, 502)["code"] == "kv_load_failed"
     assert "did not arrive" in body.json()["error"]["message"]
     assert sum(len(router.nodes[name].submits) for name in ("d0", "d1")) == 1
     assert router.metric("tandem_failovers_total", model_name="fake", reason="kv_load_failed") == 0
@@ -259,8 +259,7 @@ def test_only_so_many_failovers(start_router: StartRouter, error: dict[str, Any]
     router = start_router(prefill=0, decode=2, max_failovers=2)
     router.set(**error)
     answer = router.complete(max_tokens=COUNT)
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == (error.get("refuse") or error["error_at"][1]).code
+    assert error_of(answer, status)["code"] == (error.get("refuse") or error["error_at"][1]).code
     assert sum(len(node.submits) for node in router.nodes.values()) == submits
 
 

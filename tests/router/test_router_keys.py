@@ -13,7 +13,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tests.clock import Clock
-from tests.router.conftest import RunningRouter, StartRouter, bearer
+from tests.router.conftest import RunningRouter, StartRouter, bearer, error_of
 from tests.router.paths import of_served
 from tests.router.raw_http import connect, post, read_answer
 from tests.small_model import CountedBackend
@@ -67,7 +67,7 @@ def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> N
 
     assert router.client.get("/cluster", headers=bearer("secret-op")).status_code == 200
     refused = router.client.get("/cluster", headers=bearer("secret-a"))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert error_of(refused, 403)["code"] == "permission_denied"
     assert "operator: true" in refused.json()["error"]["message"]
 
 

@@ -15,7 +15,7 @@ from tandem.api.openai import answer
 from tandem.api.openai.caller import Caller
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.plan import plan_completion
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.paths import SERVED, of_served
 
 
@@ -143,5 +143,4 @@ def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
 def test_a_body_of_nothing_but_brackets(router: RunningRouter) -> None:
     body = b'{"model": "fake", "prompt": [' + b"[5]," * 100_000 + b"[5]]}"
     answer = router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert "100000 objects and arrays" in answer.json()["error"]["message"]
+    assert "100000 objects and arrays" in error_of(answer, 400)["message"]
