@@ -86,14 +86,23 @@ def sides() -> Iterator[tuple[Side, Side]]:
     until(lambda: pair_threads() == 0)
 
 
+Linked = tuple[Side, Side, RemoteId]
+
+
+@pytest.fixture
+def linked(sides: tuple[Side, Side]) -> Linked:
+    """The first is connected with the second, which expects transfer t in its block 5."""
+    here, there = sides
+    there.transport.expect("t", [5])
+    return here, there, here.transport.connect(there.memory)
+
+
 def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_other_transfer(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One client aborts while its KV is on its way, and another one's KV is behind it on the same pair."""
-    here, there = sides
-    remote = here.transport.connect(there.memory)
+    here, there, remote = linked
     here.tensor[3], here.tensor[4] = 3.0, 4.0
-    there.transport.expect("t", [5])
     here.write(remote, [3], [5])
     there.tensor[:] = 9.0
     pairs = set(there.transport.callees)
@@ -112,11 +121,9 @@ def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_othe
     assert set(there.transport.callees) == pairs
 
 
-def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(sides: tuple[Side, Side]) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
+def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(linked: Linked) -> None:
+    here, there, remote = linked
     here.tensor[:] = 1.0
-    there.transport.expect("t", [5])
     there.transport.expect("another", [6])
     with pytest.raises(TransferError, match="not its transfer's"):
         here.write(remote, [3], [6])
@@ -139,10 +146,8 @@ def test_a_pair_that_nobody_needs_is_taken_down_and_made_again() -> None:
         there.transport.close()
 
 
-def test_nodes_join_and_leave_while_others_work(sides: tuple[Side, Side]) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+def test_nodes_join_and_leave_while_others_work(linked: Linked) -> None:
+    here, _, remote = linked
     here.write(remote, [3], [5])
     joined = Side("c")
     joined.transport.expect("t", [4])
@@ -176,11 +181,9 @@ def test_a_peer_that_cannot_be_reached_fails_the_move_in_time(sides: tuple[Side,
 
 @pytest.mark.parametrize("operation", list(Operation))
 def test_a_peer_that_stops_answering_fails_the_move_in_time(
-    sides: tuple[Side, Side], operation: Operation, monkeypatch: pytest.MonkeyPatch
+    linked: Linked, operation: Operation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
-    there.transport.expect("t", [5])
+    here, _, remote = linked
     here.write(remote, [3], [5])
     heard = threading.Event()
     monkeypatch.setattr(PairCallee, "announce", lambda self, message: heard.set())
@@ -244,10 +247,8 @@ def test_a_read_can_be_taken_back_and_the_pair_goes_on(
     assert (here.tensor[4] == 5.0).all()
 
 
-def test_a_write_that_has_begun_is_not_taken_back(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
-    there.transport.expect("t", [5])
+def test_a_write_that_has_begun_is_not_taken_back(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _, remote = linked
     held = Held(monkeypatch)
     handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
     assert held.heard.wait(5)
@@ -337,11 +338,9 @@ def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
     [(0, [1]), (-4, [1]), (64, []), (64, [-1]), (64, [1 << 60]), (1 << 40, [0]), (512, [0] * (1 << 18))],
 )
 def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
-    sides: tuple[Side, Side], unit_bytes: int, units: list[int]
+    linked: Linked, unit_bytes: int, units: list[int]
 ) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+    here, there, remote = linked
     here.write(remote, [3], [5])
     before = there.tensor.clone()
     [callee] = there.transport.callees.values()
@@ -354,11 +353,9 @@ def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
 
 @pytest.mark.parametrize("call", ["scatter", "blocks_of"])
 def test_a_write_that_the_peer_had_no_memory_for_is_not_called_done(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, call: str
+    linked: Linked, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+    here, _, remote = linked
 
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
