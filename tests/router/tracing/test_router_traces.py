@@ -152,11 +152,11 @@ def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_route
     node.tell_trace(node.submits[-1])
     router.nodes["a0"].set(hide_traces=True)
     second = ask(router, ASK)
-    submit = node.submits[-1]
-    router.look(lambda: None)
-    stale = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
-    node.info = stale
+    submit, pool = node.submits[-1], router.server.services.pool
+    node.info = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
+    before = router.look(lambda: pool.foreign_messages)
     node.tell_trace(submit)
+    router.wait_for(lambda: pool.foreign_messages > before, "its next status, and so what it said before, is here")
     assert len(trace_of(router, record.request_id).nodes) == 1
     assert trace_of(router, second, complete=False).missing == ["a0"]
     assert node.role is Role.AGGREGATED
