@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kv_fake_network import BLOCK_BYTES, Node
-from test_protocol_rules import TOKENS, Pair
 
 from tandem.kvtransfer.protocol.side import REMEMBERED_TRACES, Recorder
 from tandem.wire.tracing import TracePhase, TransferRecord, TransferTrace
+from tests.kvtransfer.test_protocol_rules import TOKENS, Pair
 
 
 def handed_over() -> tuple[Node, Node]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kv_fake_network import BLOCK_BYTES, Receive, Send
-from test_protocol_rules import TOKENS, Pair
+
+from tests.kvtransfer.test_protocol_rules import TOKENS, Pair
 
 
 def first_layer_computed() -> tuple[Pair, Receive, Send]:
