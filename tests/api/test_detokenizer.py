@@ -18,15 +18,6 @@ def pieces(tokenizer: Tokenizer, ids: list[int], *, skip_special: bool = True) -
     return [*(detokenizer.push([token]) for token in ids), detokenizer.finish()]
 
 
-@pytest.mark.parametrize("text", ["😀", "naïve 漢字 🤷🏽‍♀️ ok", "é" * 5, "ends in 🎉"])
-def test_a_character_is_never_split(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text, special=False)
-    assert len(ids) > 1
-    out = pieces(tokenizer, ids)
-    assert "".join(out) == text
-    assert REPLACEMENT not in "".join(out)
-
-
 def test_an_incomplete_character_waits_and_is_shown_as_such_only_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a😀", special=False)[:-1]
     out = pieces(tokenizer, ids)
@@ -82,13 +73,6 @@ def metaspace() -> Tokenizer:
     backend.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainer)
     backend.add_tokens([tokenizers.AddedToken(f"<0x{byte:02X}>", normalized=False) for byte in range(256)])
     return Tokenizer(backend, {})
-
-
-def test_another_kind_of_tokenizer_streams_the_same_text_as_it_decodes(metaspace: Tokenizer) -> None:
-    ids = metaspace.encode("the quick brown fox", special=False)
-    assert len(ids) > 3
-    out = pieces(metaspace, ids)
-    assert "".join(out) == metaspace.decode(ids) == "the quick brown fox"
 
 
 def test_another_kind_of_tokenizer_holds_bytes_until_they_are_a_character(metaspace: Tokenizer) -> None:

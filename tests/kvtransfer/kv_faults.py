@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,8 +20,8 @@ from tandem.kvtransfer.nixl.transport import BlockArray, NixlAgent, NixlTranspor
 from tandem.kvtransfer.protocol.endpoint import SideChannel
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import ProtocolOptions
-from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
-from tandem.wire.handoff import CacheMemory, HandoffMessage, ProcessIdentity
+from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
+from tandem.wire.handoff import CacheMemory, HandoffMessage
 
 
 @dataclasses.dataclass
@@ -80,12 +80,6 @@ class FaultyTransport(Transport):
     def is_staged(self) -> bool:  # type: ignore[override]
         return self._inner.is_staged
 
-    def as_peers_see(self, memory: KVCacheMemory) -> KVCacheMemory:
-        return self._inner.as_peers_see(memory)
-
-    def landed(self, blocks: Sequence[int]) -> None:
-        self._inner.landed(blocks)
-
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         return self._inner.register(memory)
 
@@ -133,32 +127,17 @@ class FaultyTransport(Transport):
             self._doomed.discard(handle)
         return over
 
-    def may_still_write(self, remote: RemoteId) -> bool:
-        return self._inner.may_still_write(remote)
-
-    def stop_writing(self, remote: RemoteId) -> None:
-        self._inner.stop_writing(remote)
-
-    def sums_elsewhere(self, *asked: Any) -> AskedSums:
-        return self._inner.sums_elsewhere(*asked)
-
-    def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        self._inner.expect(transfer_id, blocks)
-
-    def expect_no_more(self, transfer_id: str) -> bool:
-        return self._inner.expect_no_more(transfer_id)
-
-    def reopen(self) -> CacheMemory | None:
-        return self._inner.reopen()
-
-    def close_earlier(self) -> bool:
-        return self._inner.close_earlier()
-
-    def shuts_out(self, peer: ProcessIdentity) -> bool:
-        return self._inner.shuts_out(peer)
-
     def close(self) -> None:
         self._inner.close()
+
+
+def _as_inside(name: str) -> Callable[..., Any]:
+    return lambda transport, *given: getattr(transport._inner, name)(*given)
+
+
+for _name in vars(Transport):
+    if callable(getattr(Transport, _name)) and not _name.startswith("_") and _name not in vars(FaultyTransport):
+        setattr(FaultyTransport, _name, _as_inside(_name))
 
 
 class FaultySend:

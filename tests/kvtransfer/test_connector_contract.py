@@ -22,40 +22,26 @@ from tandem.kvtransfer.base import Handoff, TransferStats
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.more import more
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
 CONNECTORS = [*WAYS, ("local_connector:create", "push")]
-# The number of ranks of the producer and of the consumer, each a process with its own heads; or with its stage's layers, cut there.
-WIDTHS: list[tuple[int, int, str, tuple[int, int] | None]] = [(2, 4, "push", None), (2, 2, "pull", (1, 3))]
-MORE_WIDTHS: list[tuple[int, int, str, tuple[int, int] | None]] = [
-    (1, 2, "push", None),
-    (2, 1, "pull", None),
-    (1, 2, "pull", None),
-    (2, 1, "push", None),
-    (2, 4, "pull", None),
-    (2, 2, "push", (1, 3)),
+# Ranks that are processes, with their own heads or their stage's layers. test_wide_caches.py has all widths and stages.
+TWO: dict[str, Any] = {"ranks": 2, "checksums": "all"}
+WIDE = [
+    pytest.param((("nixl", "push"), TWO, TWO | {"ranks": 4}), id="2to4-push"),
+    pytest.param((("nixl", "pull"), TWO | {"cuts": (1,)}, TWO | {"cuts": (3,)}), id="2to2-pull"),
 ]
 if not is_there("kv_wide_engine"):
-    WIDTHS, MORE_WIDTHS = [], []
-
-
-def wide(producer: int, consumer: int, direction: str, cuts: tuple[int, int] | None, *marks: Any) -> Any:
-    nodes: list[dict[str, Any]] = [{"ranks": ranks, "checksums": "all"} for ranks in (producer, consumer)]
-    for node, cut in zip(nodes, cuts or (), strict=False):
-        node["cuts"] = (cut,)
-    return pytest.param((("nixl", direction), *nodes), id=f"{producer}to{consumer}-{direction}", marks=marks)
-
-
+    WIDE = []
 LONE = [pytest.param((connector,), id="-".join(connector)) for connector in CONNECTORS]
 # Of what the protocol decides before a connector moves anything, one connector and a stranger's are enough in every run.
 SOME = [
     pytest.param(connector, id="-".join(connector), marks=() if connector in (CONNECTORS[0], CONNECTORS[-1]) else pytest.mark.more)
     for connector in CONNECTORS
 ]  # fmt: skip
-WIDE = [wide(*widths) for widths in WIDTHS]
-MORE_WIDE = [wide(*widths, pytest.mark.more) for widths in MORE_WIDTHS]
 names = (f"r{number}" for number in itertools.count())
 epochs = itertools.count(1000)
 
@@ -97,10 +83,7 @@ class Pair:
         return KVTransferParams(f"transfer-{name}", role, peer)
 
     def until_registered(self) -> None:
-        until = time.monotonic() + 10
-        while not self.producer.call("stats").in_progress:
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        until(lambda: self.producer.call("stats").in_progress > 0)
 
     def expect_loaded(self, name: str, tokens: list[int]) -> None:
         self.consumer.begin("run_until", name, ["loaded", "failed"])
@@ -134,7 +117,7 @@ def _documents_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-@pytest.fixture(scope="module", params=LONE + WIDE + MORE_WIDE)
+@pytest.fixture(scope="module", params=LONE + WIDE)
 def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with started(*request.param) as pair:
         yield pair
@@ -362,10 +345,7 @@ def test_a_push_that_is_killed_at_nine_tenths_keeps_them(connector: tuple[str, s
         own.until_registered()
         for number in range(19):
             own.producer.call("step")
-            until = time.monotonic() + 10
-            while own.producer.call("stats").blocks_sent < 40 + 2 * (number + 1):
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            until(lambda sent=40 + 2 * (number + 1): own.producer.call("stats").blocks_sent >= sent)
         time.sleep(0.2)  # the news of it
         own.producer.kill()
         own.consumer.call("run_until", name, ["failed"], timeout_s=LEASE_S + 8)

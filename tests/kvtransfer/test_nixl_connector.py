@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +16,7 @@ from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
-from tests.waiting import until
+from tests.kvtransfer.kv_resources import leaves_nothing_behind
 
 pytestmark = pytest.mark.slow  # each agent takes half a second to make
 
@@ -73,9 +71,6 @@ def test_memory_that_is_not_as_described_cannot_be_connected_to(
 
 
 def test_a_node_leaves_no_thread_and_no_socket_behind() -> None:
-    def resources() -> tuple[int, int, int]:
-        return (threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
-
     config = TransferConfig()
 
     def round_trip() -> None:
@@ -90,11 +85,7 @@ def test_a_node_leaves_no_thread_and_no_socket_behind() -> None:
         consumer.close()
         producer.close()  # idempotent
 
-    round_trip()  # what is made once for the process is made now
-    before = resources()
-    for _ in range(3):
-        round_trip()
-    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+    leaves_nothing_behind(round_trip)
 
 
 def test_an_idle_connector_costs_next_to_nothing() -> None:

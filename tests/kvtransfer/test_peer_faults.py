@@ -6,12 +6,10 @@ Slow: TANDEM_PEER_ROUNDS of every fault (default 1), each with a process of its 
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from kv_connectors import WAYS
@@ -19,10 +17,10 @@ from kv_document import installed_example
 from kv_fake_engine import first_token_of
 from kv_processes import EngineProcess
 from kv_pulse import Pulse
+from test_connector_contract import Pair
 
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.protocol.endpoint import IDLE_S
-from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.more import more
 
 pytestmark = pytest.mark.slow
@@ -33,34 +31,24 @@ PATIENCE_S = 30.0  # far beyond every deadline of the protocol, for a busy machi
 AT_ONCE = 3
 # Descriptors that come and go: of a pair that is being taken down, of a socket that is being probed
 SLACK = 8
-epochs = itertools.count(5000)
-names = (f"r{number}" for number in itertools.count())
 
 
-class Nodes:
+class Nodes(Pair):
     def __init__(self, connector: str, direction: str) -> None:
-        self.connector = connector
-        self.config: dict[str, Any] = {
-            "direction": direction,
-            "lease_s": LEASE_S,
-            "timeout_s": 5.0,
-            "handshake_timeout_s": 1.0,
-        }
+        impatient = {"lease_s": LEASE_S, "timeout_s": 5.0, "handshake_timeout_s": 1.0}
+        super().__init__(connector, direction, impatient, impatient)
         self.pulse = Pulse()
-        self.running = {name: self.start(name) for name in ("p", "c")}
 
-    def start(self, name: str) -> EngineProcess:
-        return EngineProcess(self.connector, name, next(epochs), **self.config)
+    @property
+    def running(self) -> dict[str, EngineProcess]:
+        return {"p": self.producer, "c": self.consumer}
 
-    def add(self, chance: random.Random) -> tuple[str, list[int]]:
-        name = next(names)
+    def restart(self, name: str) -> None:
+        setattr(self, {"p": "producer", "c": "consumer"}[name], self.start(name))
+
+    def add_one(self, chance: random.Random) -> tuple[str, list[int]]:
         tokens = [chance.randrange(90) for _ in range(chance.randrange(1, 60))]
-        producer, consumer = self.running["p"], self.running["c"]
-        consume = KVTransferParams(f"t-{name}", TransferRole.CONSUME, producer.address)
-        produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
-        consumer.call("add", name, tokens, consume)
-        producer.call("add", name, tokens, produce, chunk=8)
-        return name, tokens
+        return self.add(tokens, producer={"chunk": 8}), tokens
 
     def check_end(self, name: str, tokens: list[int]) -> str:
         consumer = self.running["c"]
@@ -79,7 +67,7 @@ class Nodes:
         until = time.monotonic() + 4 * PATIENCE_S
         while True:
             lost_s = self._lost_s()
-            name, tokens = self.add(chance)
+            name, tokens = self.add_one(chance)
             self.running["c"].begin("run_until", name, ["loaded", "failed"], PATIENCE_S)
             self.running["p"].call("run_until", name, ["freed"], PATIENCE_S)
             self.running["c"].result()
@@ -94,8 +82,7 @@ class Nodes:
 
     def close(self) -> None:
         self.pulse.stop()
-        for process in self.running.values():
-            process.close()
+        super().close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +121,7 @@ def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: st
         chance = random.Random(seed)
         descriptors.append(nodes.running[other].call("num_descriptors"))
         began.append(time.monotonic())
-        requests = dict(nodes.add(chance) for _ in range(AT_ONCE))
+        requests = dict(nodes.add_one(chance) for _ in range(AT_ONCE))
         for _ in range(chance.randrange(12)):
             nodes.running[chance.choice(["p", "c"])].call("step")
         time.sleep(chance.uniform(0.0, 0.003))
@@ -144,7 +131,7 @@ def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: st
         else:
             lost.kill()
         if fault == "is restarted":
-            nodes.running[victim] = nodes.start(victim)
+            nodes.restart(victim)
         survivor = nodes.running[other]
         if victim == "p":
             for name, tokens in requests.items():
@@ -169,7 +156,7 @@ def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: st
             lost.call("run_until_free", 63, PATIENCE_S)
             survivor.call("run_until_free", 63, PATIENCE_S)
         elif fault == "dies":
-            nodes.running[victim] = nodes.start(victim)
+            nodes.restart(victim)
         nodes.expect_served(chance)
     # What the survivor held of those that ended is gone, but for a socket to each that it spoke to not long ago. UCX
     # keeps a socket to one that lives on, for each time that it was given up.

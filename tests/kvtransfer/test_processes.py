@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,22 +11,21 @@ import pytest
 from tandem.kvtransfer.protocol import processes
 from tandem.kvtransfer.protocol.processes import has_ended, this_process
 
-
-def test_this_process_has_not_ended() -> None:
-    assert not has_ended(this_process())
+NO_ONES = 2**22 + 1
 
 
-def test_a_number_that_another_process_has_now_is_of_one_that_has_ended() -> None:
-    assert has_ended(msgspec.structs.replace(this_process(), started=1))
-
-
-def test_a_number_that_no_process_has_is_of_one_that_has_ended() -> None:
-    assert has_ended(msgspec.structs.replace(this_process(), pid=2**22 + 1))
-
-
-def test_nothing_is_known_of_processes_of_other_machines_and_namespaces() -> None:
-    for elsewhere in ({"machine": "another"}, {"pid_namespace": 1}):
-        assert not has_ended(msgspec.structs.replace(this_process(), pid=2**22 + 1, **elsewhere))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("another", "ended"),
+    [
+        pytest.param({}, False, id="this process"),
+        pytest.param({"started": 1}, True, id="one whose number another process has now"),
+        pytest.param({"pid": NO_ONES}, True, id="one whose number no process has"),
+        pytest.param({"pid": NO_ONES, "machine": "another"}, False, id="one of another machine"),
+        pytest.param({"pid": NO_ONES, "pid_namespace": 1}, False, id="one of another namespace"),
+    ],
+)
+def test_what_has_ended(another: dict[str, Any], ended: bool) -> None:
+    assert has_ended(msgspec.structs.replace(this_process(), **another)) is ended
 
 
 def _proc(folder: Path, monkeypatch: pytest.MonkeyPatch, *, numbers: str) -> None:
@@ -43,9 +43,9 @@ def test_a_process_that_proc_hides_has_not_ended(tmp_path: Path, monkeypatch: py
     """As with the mount option hidepid=2."""
     _proc(tmp_path, monkeypatch, numbers="1")
     assert not has_ended(this_process())
-    assert has_ended(msgspec.structs.replace(this_process(), pid=2**22 + 1))
+    assert has_ended(msgspec.structs.replace(this_process(), pid=NO_ONES))
 
 
 def test_a_proc_of_another_namespace_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _proc(tmp_path, monkeypatch, numbers="4711\t1")
-    assert not has_ended(msgspec.structs.replace(this_process(), pid=2**22 + 1))
+    assert not has_ended(msgspec.structs.replace(this_process(), pid=NO_ONES))

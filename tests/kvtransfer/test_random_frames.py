@@ -5,7 +5,6 @@ Slow: TANDEM_FRAMES frames each (default 2,000).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import random
@@ -24,8 +23,8 @@ from tandem.wire.handoff import Envelope, RenewLease
 from tandem.wire.lines import Letter, LetterToNode, LetterToRouter
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, Ping
-from tandem.wire.sockets import Inbox, LoopInbox
-from tests.wire.members import connect_as_member
+from tandem.wire.sockets import Inbox
+from tests.wire.members import connect_as_member, on_a_loop
 
 pytestmark = pytest.mark.slow
 
@@ -83,25 +82,9 @@ def _inbox(kind: Any, whole: msgspec.Struct) -> Any:
 
 @contextmanager
 def routers_loop() -> Iterator[ListeningEndpoint]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def make() -> LoopInbox[Any]:
-        made = LoopInbox[Any]("127.0.0.1", LetterToRouter, lambda message: listening.take(message), name="test")
-        made.listen()
-        return made
-
-    async def close() -> None:
-        inbox.close()
-
-    inbox = asyncio.run_coroutine_threadsafe(make(), loop).result(5)
-    listening = ListeningEndpoint(inbox.endpoint, lambda: inbox.malformed, a_letter(a_status()))
-    yield listening
-    asyncio.run_coroutine_threadsafe(close(), loop).result(5)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
-    loop.close()
+    with on_a_loop(LetterToRouter, lambda message: listening.take(message)) as inbox:
+        listening = ListeningEndpoint(inbox.endpoint, lambda: inbox.malformed, a_letter(a_status()))
+        yield listening
 
 
 OpenSocket = Callable[[], AbstractContextManager[ListeningEndpoint]]
@@ -117,13 +100,9 @@ SOCKETS: dict[str, OpenSocket] = {
 @pytest.mark.parametrize("name", SOCKETS)
 def test_random_frames_are_counted_and_nothing_else_happens(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    send_random_frames(SOCKETS[name])
-
-
-def send_random_frames(open_socket: OpenSocket) -> None:
     chance = random.Random(7)
     context = zmq.Context()
-    with open_socket() as listening:
+    with SOCKETS[name]() as listening:
         whole = msgspec.msgpack.encode(listening.whole)
         listening.before = FRAMES
         sender = context.socket(zmq.PUSH)
@@ -159,13 +138,9 @@ def knock(port: int, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("name", SOCKETS)
 def test_bytes_that_are_no_frames_harm_nobody(name: str) -> None:
-    send_no_frames(SOCKETS[name])
-
-
-def send_no_frames(open_socket: OpenSocket) -> None:
     chance = random.Random(3)
     context = zmq.Context()
-    with open_socket() as listening:
+    with SOCKETS[name]() as listening:
         for _ in range(CONNECTIONS):
             knock(int(listening.endpoint.rpartition(":")[2]), chance)
         sender = context.socket(zmq.PUSH)

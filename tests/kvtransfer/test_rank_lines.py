@@ -35,6 +35,7 @@ from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.transport import HandleId, Operation
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 
@@ -165,10 +166,7 @@ def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_
             assert before.base_address == after.base_address
         assert wide.close_earlier()
         remote = narrow.connect(another)
-        layout = BlockLayout(AXES, {"slot": 2, "kv": 2, "head": 2, "token": 4, "dim": 8}, 4)
-        mapping = Mapping.between(layout, layout, by_head=True)
-        assert isinstance(mapping, Mapping)
-        until_done(narrow, narrow.post(remote, mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])))
+        until_done(narrow, narrow.post(remote, by_head().move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])))
         assert torch.equal(memory.tensor[5], whole[3, :, :, :1])
         sums = wide.sums_elsewhere([5], [0], 4, False, False).wait()
         other = KVCacheMemory(whole[:, :, :, 1:].clone(), "m", 2, 1, 1000, heads=HeadShare(1, 1, 2))
@@ -179,9 +177,7 @@ def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_
         narrow.close()
         wide.close()
         wide.close()  # idempotent
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive
+    all_end(threads)
 
 
 def test_a_node_whose_ranks_are_all_other_processes_reads_and_writes_as_others_do() -> None:
@@ -189,9 +185,7 @@ def test_a_node_whose_ranks_are_all_other_processes_reads_and_writes_as_others_d
     whole = torch.arange(8 * 2 * 2 * 2 * 4 * 8, dtype=torch.float32).view(8, 2, 2, 2, 4, 8)
     pool = KVCacheMemory(torch.empty(whole.shape, device="meta"), "m", 2, 1, 1000)
     narrow = ShardedTransport(NixlAgent("near", NixlOptions()))
-    layout = BlockLayout(AXES, {"slot": 2, "kv": 2, "head": 2, "token": 4, "dim": 8}, 4)
-    mapping = Mapping.between(layout, layout, by_head=True)
-    assert isinstance(mapping, Mapping)
+    mapping = by_head()
     try:
         first, ours = apart.register(pool), narrow.register(KVCacheMemory(whole, "m", 2, 1, 1000))
         assert [(shard.first_head, shard.num_heads) for shard in first.shards] == [(0, 1), (1, 1)]
@@ -217,17 +211,13 @@ def test_a_node_whose_ranks_are_all_other_processes_reads_and_writes_as_others_d
     finally:
         narrow.close()
         apart.close()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive
+    all_end(threads)
 
 
 def test_lines_of_a_cache_that_was_never_registered_end() -> None:
     apart, threads, _ = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "apart", first=0)
     apart.close()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive
+    all_end(threads)
 
 
 def test_a_peer_that_another_rank_cannot_reach_fails_the_move_and_not_the_node() -> None:
@@ -238,28 +228,36 @@ def test_a_peer_that_another_rank_cannot_reach_fails_the_move_and_not_the_node()
         described = there.register(far)
         lost = msgspec.structs.replace(described.shards[1], agent_metadata=b"nonsense" * 40)
         remote = wide.connect(msgspec.structs.replace(described, shards=[described.shards[0], lost]))
-        layout = BlockLayout(AXES, {"slot": 2, "kv": 2, "head": 2, "token": 4, "dim": 8}, 4)
-        mapping = Mapping.between(layout, layout, by_head=True)
-        assert isinstance(mapping, Mapping)
-        move = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])
+        move = by_head().move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])
         with pytest.raises(TransferError, match="NIXL: loading the peer's metadata"):
             until_done(wide, wide.post(remote, move))
         assert wide.may_still_write(remote)
-        until = time.monotonic() + PATIENCE_S
-        while wide.may_still_write(remote):  # until the rank says that it has stopped
-            assert time.monotonic() < until
+
+        def has_stopped() -> bool:
             wide.stop_writing(remote)
+            return not wide.may_still_write(remote)
+
+        until(has_stopped)
         wide.disconnect(remote)
         until_done(wide, wide.post(wide.connect(described), move))
     finally:
         wide.close()
         there.close()
-    for thread in (*threads, *others):
+    all_end([*threads, *others])
+
+
+def by_head() -> Mapping:
+    layout = BlockLayout(AXES, {"slot": 2, "kv": 2, "head": 2, "token": 4, "dim": 8}, 4)
+    mapping = Mapping.between(layout, layout, by_head=True)
+    assert isinstance(mapping, Mapping)
+    return mapping
+
+
+def all_end(threads: list[RankTransfers]) -> None:
+    for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive
 
 
 def until_done(transport: ShardedTransport, handle: HandleId) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not transport.is_done(handle):
-        assert time.monotonic() < until
+    until(lambda: transport.is_done(handle))

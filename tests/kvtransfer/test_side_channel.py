@@ -62,12 +62,6 @@ def receiver(connections: set[str]) -> Iterator[Receiver]:
     receiver.channel.close()
 
 
-def test_a_message_arrives(receiver: Receiver) -> None:
-    receiver.channel.send(receiver.channel.endpoint, cancel())
-    receiver.wait_for(1)
-    assert receiver.messages == [cancel()]
-
-
 @pytest.mark.parametrize(
     "endpoint", ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "tcp://some-host-name:80", "x"]
 )
@@ -76,6 +70,7 @@ def test_an_endpoint_that_cannot_be_harms_nobody(receiver: Receiver, connections
     assert not connections
     receiver.channel.send(receiver.channel.endpoint, cancel())
     receiver.wait_for(1)
+    assert receiver.messages == [cancel()]
 
 
 class UnusedOutbox:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
+from kv_fake_network import BLOCK_BYTES, Node
 
 from tandem.kvtransfer.protocol.side import REMEMBERED_TRACES, Recorder
 from tandem.wire.tracing import TracePhase, TransferRecord, TransferTrace
-
-TOKENS = list(range(50, 72))  # five full blocks and half of one
+from tests.kvtransfer.test_protocol_rules import TOKENS, Pair
 
 
 def handed_over() -> tuple[Node, Node]:
     """A producer and a consumer, after one transfer in two pieces that took a second and two."""
-    world = World()
-    producer, consumer = world.add("p", 11), world.add("c", 22, skew=-700.0)
-    consumer.start_receive(Receive("r1", "t-r1", TOKENS, 0, []), producer.address)
-    send = Send("r1", "t-r1", TOKENS, consumer.address, [])
-    producer.start_send(send)
+    pair = Pair()
+    world, producer, consumer = pair.world, pair.producer, pair.consumer
+    pair.receive()
+    send = pair.send()
     world.now += 0.25  # the handshake
     world.deliver()
     world.deliver()
@@ -27,10 +25,7 @@ def handed_over() -> tuple[Node, Node]:
         world.stalled = True
         world.settle_messages(seconds)
         world.stalled = False
-        while world.moves():
-            for move in world.moves():
-                world.complete(move)
-            world.pump()
+        pair.move_everything()
     producer.finish_send(send)
     world.settle(0.5)
     return producer, consumer

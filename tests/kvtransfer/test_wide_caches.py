@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,8 +20,8 @@ from tandem.kvtransfer.nixl.ranks import thread as rank_thread
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.wire.nodes import PeerAddress
+from tests.kvtransfer.kv_resources import leaves_nothing_behind
 from tests.more import more
-from tests.waiting import until
 
 LEASE_S = 10.0  # no test waits for its end, and a busy machine has many threads of ranks to run
 epochs = itertools.count(5000)
@@ -209,19 +207,11 @@ def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name(
 
 
 def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
-    def resources() -> tuple[int, int, int]:
-        gc.collect()  # the memory of the engine in miniature is open as long as its tensors are there
-        return (threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
-
     def round_trip() -> None:
         with started("push", {"ranks": 2}, {"ranks": 4}) as pair:
             pair.hand_over("r", a_prompt(20))
 
-    round_trip()  # what is made once for the process is made now
-    before = resources()
-    for _ in range(3):
-        round_trip()
-    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+    leaves_nothing_behind(round_trip)
 
 
 @pytest.mark.parametrize(

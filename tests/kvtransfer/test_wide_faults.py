@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 from test_connector_contract import LEASE_S, Pair, a_prompt, started
+
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +39,11 @@ def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def until_sent(pair: Pair, blocks: int) -> None:
-    until = time.monotonic() + 10
-    while pair.producer.call("stats").blocks_sent < blocks:
-        assert time.monotonic() < until
+    def has_sent() -> bool:
         pair.producer.call("step")
+        return bool(pair.producer.call("stats").blocks_sent >= blocks)
+
+    until(has_sent)
 
 
 def test_a_rank_of_the_producer_that_is_killed_fails_the_transfer_and_leaks_nothing(pushing: Pair) -> None:

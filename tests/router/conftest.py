@@ -25,7 +25,7 @@ from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import new_id
 from tests.router.event_reader import EventReader
-from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
+from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token, scripted
 
 if TYPE_CHECKING:
     import openai
@@ -36,6 +36,17 @@ W = TypeVar("W", bound=RouterWing)
 
 # The tokenizer below has three special tokens, and then the bytes in the order of their characters.
 LETTERS = hashed_token(67, 93)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """What an answer with this status says is wrong."""
+    assert answer.status_code == status, answer.text
+    found: dict[str, Any] = answer.json()["error"]
+    return found
 
 
 class RunningRouter:
@@ -98,6 +109,13 @@ class RunningRouter:
         self.announce()
         return node
 
+    def join(self, other: RunningRouter) -> RunningRouter:
+        """From now on it has the other one's nodes."""
+        self.board, self.nodes = other.board, other.nodes
+        self.announce()
+        self.wait_ready()
+        return self
+
     def announce(self, *reports: PoolReport) -> None:
         infos = [node.info for node in self.nodes.values()]
         self.look(lambda: self.server.set_members(infos, reports=reports))
@@ -139,25 +157,22 @@ class RunningRouter:
         ids = tokenizer.encode(prompt, special=special)
         return tokenizer.decode([self.board.rule(ids, seed, index) for index in range(count)], skip_special=True)
 
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.client.post(
-            "/v1/completions", json={"model": self.config.model_name, "prompt": "the fox", **fields}
-        )
+    def complete(self, **asked: Any) -> httpx.Response:
+        return self.ask("/v1/completions", **{"model": self.config.model_name, "prompt": "the fox", **asked})
 
-    def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+    def chat(self, content: str = "hi", **asked: Any) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
-        return self.client.post(
-            "/v1/chat/completions", json={"model": self.config.model_name, "messages": messages, **fields}
-        )
+        return self.ask("/v1/chat/completions", **{"model": self.config.model_name, "messages": messages, **asked})
 
-    def stream(self, **fields: Any) -> EventReader:
+    def stream(self, *, headers: dict[str, str] | None = None, **fields: Any) -> EventReader:
         body = {"model": self.config.model_name, "prompt": "the fox", "stream": True, **fields}
-        return EventReader(self.url, "/v1/completions", body)
+        return EventReader(self.url, "/v1/completions", body, headers=headers)
 
-    def ask(self, path: str, key: str | None = None, **fields: Any) -> httpx.Response:
+    def ask(
+        self, path: str, key: str | None = None, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         """Posts these fields, with this key."""
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return self.client.post(path, json=fields, headers=headers)
+        return self.client.post(path, json=fields, headers={**(headers or {}), **({} if key is None else bearer(key))})
 
     @property
     def prompt(self) -> str:
@@ -252,7 +267,8 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 @contextmanager
 def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartRouter]:
-    """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes and waits until they are ready; stops them at the end."""
+    """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes, each with the options `node`, and waits until they are
+    ready; stops them at the end."""
     started: list[RunningRouter] = []
 
     def start(
@@ -263,6 +279,7 @@ def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartR
         vectors: VectorModel | None = None,
         door: str = "",
         content: str = "",
+        node: dict[str, Any] | None = None,
         **settings: Any,
     ) -> RunningRouter:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
@@ -281,7 +298,7 @@ def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartR
             (aggregated, "a", Role.AGGREGATED),
         ):
             for index in range(count):
-                running.add(f"{name}{index}", role, vectors=vectors, content=content)
+                running.add(f"{name}{index}", role, vectors=vectors, content=content, **(node or {}))
         running.wait_ready()
         return running
 
@@ -294,6 +311,17 @@ def starting(model_folder: str, end_token: int, folder: Path) -> Iterator[StartR
 def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
     with starting(model_folder, end_token, tmp_path_factory.getbasetemp()) as start:
         yield start
+
+
+@pytest.fixture
+def start_saying(start_router: StartRouter, tokenizer: Tokenizer, end_token: int) -> StartRouter:
+    """As start_router. Every answer is this text, again and again if it does not end there."""
+
+    def start(text: str, *, ends: bool = True, **settings: Any) -> RunningRouter:
+        script = tokenizer.encode(text, special=False)
+        return start_router(rule=scripted([*script, end_token] if ends else script), **settings)
+
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.base.errors import AdapterMissing
 from tandem.wire.adapters import identity_of
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 SQL, LAW = "1" * 64, "2" * 64
 
@@ -37,8 +37,7 @@ def test_they_are_listed_and_chosen_by_the_model_field_and_both_nodes_are_told(r
 
 def test_a_name_that_no_node_has_is_404(router: RunningRouter) -> None:
     answer = router.complete(model="tax", max_tokens=3)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "the model 'tax' does not exist; this server has fake, law, sql"
+    assert error_of(answer, 404)["message"] == "the model 'tax' does not exist; this server has fake, law, sql"
     with_adapters(router, {"law": LAW})
     assert router.complete(model="sql", max_tokens=3).status_code == 404
 
@@ -50,5 +49,4 @@ def test_a_node_that_lacks_it_refuses_and_another_one_answers_while_there_is_one
         for _ in range(3):
             assert router.complete(model="sql", max_tokens=3).status_code == 200
     router.set(refuse=lacks)
-    answer = router.complete(model="sql", max_tokens=3)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_missing")
+    assert error_of(router.complete(model="sql", max_tokens=3), 503)["code"] == "adapter_missing"

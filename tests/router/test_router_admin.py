@@ -10,7 +10,7 @@ import pytest
 
 from tandem.base.errors import InvalidRequest, Unavailable
 from tandem.router.config import ApiKey
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 KEYS = (ApiKey("tenant", "tenant-key"), ApiKey("ops", "ops-key", operator=True))
 
@@ -60,17 +60,13 @@ def test_no_one_else_is(router: RunningRouter, control: FakeControl, start_route
         assert ask(router, key).status_code == status
     keyless = start_router(prefill=0)
     keyless.server.services.control = control
-    answer = ask(keyless, None)
-    assert answer.status_code == 403
-    assert "set one in router.api_keys" in answer.json()["error"]["message"]
+    assert "set one in router.api_keys" in error_of(ask(keyless, None), 403)["message"]
     assert control.asked == []
 
 
 def test_what_the_cluster_says_is_the_answer(router: RunningRouter) -> None:
     for action, status in (("refused", 400), ("away", 503)):
-        answer = ask(router, "ops-key", action)
-        assert answer.status_code == status
-        assert answer.json()["error"]["message"]
+        assert error_of(ask(router, "ops-key", action), status)["message"]
     assert router.client.get("/admin/view", headers={"authorization": "Bearer ops-key"}).status_code == 405
     router.server.services.control = None
     assert ask(router, "ops-key").status_code == 503

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.api.settings import ToolFormat
-from tandem.api.text.tokenizer import Tokenizer
-from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_node import scripted
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.test_router_structured import PERSON, Follows, format_of
 from tests.small_model import WEATHER
 
@@ -100,7 +97,7 @@ class TestTools:
         functions = [{"name": f"f{kind}", "parameters": schema} for kind, schema in zip(kinds, schemas, strict=True)]
         tools = [{"type": "function", "function": function} for function in functions]
         refused = router.chat(tools=tools, tool_choice="required", max_tokens=3)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+        assert error_of(refused, 400)["param"] == "tools[1].function.parameters"
         assert "objekt" in refused.json()["error"]["message"]
         wanted = {"type": "function", "function": {"name": "fnumber"}}
         assert router.chat(tools=tools, tool_choice=wanted, max_tokens=3).status_code == 200
@@ -125,9 +122,7 @@ class TestTools:
         ],
     )
     def test_contradictions_are_refused(self, router: RunningRouter, fields: dict[str, Any], param: str) -> None:
-        answer = router.chat(tools=[NOW], **fields)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param
+        assert error_of(router.chat(tools=[NOW], **fields), 400)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -171,18 +166,9 @@ def test_under_auto_each_format_is_held_to_strict_functions(
     ],
 )
 def test_each_format_is_made_to_write_what_its_reader_reads(
-    start_router: StartRouter,
-    folder_with_tools: str,
-    tokenizer: Tokenizer,
-    end_token: int,
-    tool_format: ToolFormat,
-    text: str,
+    start_saying: StartRouter, folder_with_tools: str, tool_format: ToolFormat, text: str
 ) -> None:
-    router = start_router(
-        rule=scripted([*tokenizer.encode(text, special=False), end_token]),
-        tokenizer_path=folder_with_tools,
-        tool_format=tool_format,
-    )
+    router = start_saying(text, tokenizer_path=folder_with_tools, tool_format=tool_format)
     answer = router.chat(tools=[WEATHER, NOW], tool_choice="required").json()["choices"][0]
     assert Follows(router, folder_with_tools)(text)
     assert answer["finish_reason"] == "tool_calls"
@@ -195,15 +181,13 @@ def test_definitions_that_every_parameter_would_repeat_are_refused_before_they_a
     start_router: StartRouter, folder_with_tools: str, name: ToolFormat
 ) -> None:
     """Written first and measured afterwards, these would be a gigabyte."""
-    router = start_router(prefill=0, decode=0, tokenizer_path=folder_with_tools, tool_format=name)
-    router.add("d", Role.DECODE, max_model_len=1_000_000)
-    router.wait_ready()
+    router = start_router(
+        prefill=0, node={"max_model_len": 1_000_000}, tokenizer_path=folder_with_tools, tool_format=name
+    )
     schema = {
         "type": "object",
         "properties": {f"a{at}": {"$ref": "#/$defs/b"} for at in range(4000)},
         "$defs": {"b": {"type": "integer", "description": "x" * 300_000}},
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    answer = router.chat(tools=[tool], max_tokens=3)
-    assert answer.status_code == 400
-    assert "once for each of the 4000" in answer.json()["error"]["message"]
+    assert "once for each of the 4000" in error_of(router.chat(tools=[tool], max_tokens=3), 400)["message"]

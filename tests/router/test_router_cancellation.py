@@ -37,15 +37,8 @@ def test_in_every_phase(start_router: StartRouter, phase: str, stream: bool) -> 
         assert len(events.text(count=1)) == 1
     events.close()
     cancelled(router, "p0", "d0")
-    router.wait_for(
-        lambda: (
-            router.server.services.metrics.registry.get_sample_value(
-                "tandem_http_requests_total", {"route": "/v1/completions", "status": "499"}
-            )
-            == 1
-        ),
-        "counted as what it was",
-    )
+    ended = {"route": "/v1/completions", "status": "499"}  # in the log, too: it is one figure
+    router.wait_for(lambda: router.metric("tandem_http_requests_total", **ended) == 1, "counted as what it was")
     prefill.resume()
     decode.resume()
     assert router.complete(max_tokens=3).status_code == 200

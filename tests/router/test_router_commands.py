@@ -109,9 +109,8 @@ def test_log_lines_are_chosen_by_number_age_and_level(typed: Typed, control: Rea
 
 def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
     pytest.importorskip("tandem.cluster.trace")
-    headers = {"x-request-id": "mine", "x-tandem-trace": "1", "authorization": "Bearer ops-key"}
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
-    assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    headers = {"x-request-id": "mine", "x-tandem-trace": "1"}
+    assert router.complete(key="ops-key", headers=headers, max_tokens=3).status_code == 200
     assert [trace["request_id"] for trace in typed("trace")["traces"]] == ["mine"]
     assert typed("trace", "mine")["max_tokens"] == 3
     assert main(["trace", "mine", "--url", router.url, "--json", str(tmp_path / "mine.json")]) == 0
@@ -127,9 +126,7 @@ def test_why_compares_with_costs_of_each_role(
     from tests.simulator.worlds import node_costs
 
     (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
-    headers = {"x-request-id": "mine", "authorization": "Bearer ops-key"}
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
-    assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    assert router.complete(key="ops-key", headers={"x-request-id": "mine"}, max_tokens=3).status_code == 200
     files = ("--costs", "node.json", "--prefill-costs", "node.json", "--decode-costs", "node.json")
     assert typed("why", "mine", *files)["would_have_been"]["requests"] == 1
     assert typed("why", "mine", "--costs", "example")["would_have_been"]["requests"] == 1

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import RepetitionDetection
 from tests.router.conftest import RunningRouter, StartRouter
@@ -88,23 +87,15 @@ def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(start_route
     decode.wait_until(lambda: not decode.running, "nothing runs")
 
 
-def test_unseeded_requests_differ_and_seeded_ones_do_not(router: RunningRouter) -> None:
-    texts = [router.complete(max_tokens=12).json()["choices"][0]["text"] for _ in range(2)]
-    assert texts[0] != texts[1]
-    seeded = [router.complete(max_tokens=12, seed=5).json()["choices"][0]["text"] for _ in range(2)]
-    assert seeded[0] == seeded[1]
-
-
-def test_the_same_prompt_several_times_is_several_samples_unless_it_has_a_seed(start_router: StartRouter) -> None:
-    router = start_router()
-
+def test_the_same_prompt_several_times_is_several_samples_unless_it_has_a_seed(router: RunningRouter) -> None:
     def texts(**fields: object) -> list[str]:
         answer = router.complete(prompt=["the fox"] * 3, n=2, max_tokens=12, **fields).json()
         return [choice["text"] for choice in answer["choices"]]
 
-    assert len(set(texts())) == 6
+    assert len({*texts(), *texts()}) == 12
     seeded = texts(seed=5)
     assert seeded[:2] == seeded[2:4] == seeded[4:]
+    assert texts(seed=5) == seeded
 
 
 def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(start_router: StartRouter) -> None:
@@ -175,10 +166,10 @@ def test_best_of_answers_with_the_likeliest(router: RunningRouter, tokenizer: To
 
 
 def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
-    start_router: StartRouter, tokenizer: Tokenizer
+    start_saying: StartRouter, tokenizer: Tokenizer
 ) -> None:
     script = tokenizer.encode("one two three four five six", special=False)
-    router = start_router(rule=scripted(script))
+    router = start_saying("one two three four five six", ends=False)
     body = router.complete(max_tokens=400, stop=["ee fo", "unused"]).json()
     assert body["choices"][0]["text"] == "one two thr"
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -201,16 +192,15 @@ def test_a_stop_string_that_only_the_end_completes_is_the_reason(
         assert (choice["text"], choice["finish_reason"]) == shown
 
 
-def test_a_stop_string_counts_only_after_min_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
-    letters = tokenizer.encode("x", special=False)
-    router = start_router(rule=scripted(letters))
+def test_a_stop_string_counts_only_after_min_tokens(start_saying: StartRouter) -> None:
+    router = start_saying("x", ends=False)
     assert router.complete(max_tokens=9, stop="x").json()["choices"][0]["text"] == ""
     assert router.complete(max_tokens=9, stop="x", min_tokens=4).json()["choices"][0]["text"] == "xxxx"
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_shown(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+def test_a_stop_token_ends_the_answer_and_is_not_shown(start_saying: StartRouter, tokenizer: Tokenizer) -> None:
     script = tokenizer.encode("xyzw", special=False)
-    router = start_router(rule=scripted(script))
+    router = start_saying("xyzw", ends=False)
     body = router.complete(max_tokens=50, stop_token_ids=[script[2]]).json()
     assert body["choices"][0]["text"] == tokenizer.decode(script[:2])
     assert body["choices"][0]["finish_reason"] == "stop"
@@ -219,11 +209,11 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(start_router: StartRouter
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_of_the_request_ended_an_answer_is_its_stop_reason(
-    start_router: StartRouter, tokenizer: Tokenizer, end_token: int, *, streams: bool
+    start_saying: StartRouter, tokenizer: Tokenizer, *, streams: bool
 ) -> None:
     """As vLLM has it: with the finish reason, and none for the model's own end."""
-    script = [*tokenizer.encode("one two", special=False), end_token]
-    router = start_router(rule=scripted(script))
+    script = tokenizer.encode("one two", special=False)
+    router = start_saying("one two")
     for fields, reason in (
         ({"stop": ["two", "unused"]}, "two"),
         ({"stop_token_ids": [script[1]]}, script[1]),
@@ -239,12 +229,11 @@ def test_what_of_the_request_ended_an_answer_is_its_stop_reason(
             assert not any("stop_reason" in choice for choice in earlier)
 
 
-def test_characters_of_several_tokens_come_whole(start_router: StartRouter, tokenizer: Tokenizer) -> None:
-    text = "ok 😀 naïve 漢字!"
-    script = tokenizer.encode(text, special=False)
-    router = start_router(rule=scripted(script))
-    assert router.complete(max_tokens=len(script)).json()["choices"][0]["text"] == text
-    with router.stream(max_tokens=len(script)) as events:
+def test_characters_of_several_tokens_come_whole(start_saying: StartRouter) -> None:
+    text = "ok 😀 naïve 漢字! 🤷🏽‍♀️ ends in 🎉"
+    router = start_saying(text)
+    assert router.complete(max_tokens=500).json()["choices"][0]["text"] == text
+    with router.stream(max_tokens=500) as events:
         got = [body["choices"][0]["text"] for body in events.rest() if body != "[DONE]"]
     assert "".join(got) == text
     assert all("\ufffd" not in piece for piece in got)
@@ -327,10 +316,7 @@ def test_messages_go_through_the_models_template(router: RunningRouter) -> None:
 
 
 def test_without_a_limit_the_answer_may_fill_the_context(start_router: StartRouter, tokenizer: Tokenizer) -> None:
-    router = start_router(prefill=0, decode=0)
-    router.add("d0", Role.DECODE, max_model_len=40)
-    router.wait_ready()
-    body = router.chat("hi").json()
+    body = start_router(prefill=0, node={"max_model_len": 40}).chat("hi").json()
     assert body["usage"]["total_tokens"] == 40
     assert body["choices"][0]["finish_reason"] == "length"
 

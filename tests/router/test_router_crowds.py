@@ -14,7 +14,6 @@ import pytest
 from tandem.router.config import Limits, Timeouts
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tandem.wire.nodes import Role
 from tests.loops import PATIENCE_S
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
@@ -28,12 +27,10 @@ MOST_BUFFERED = 256 << 10
 def router(start_router: StartRouter) -> Iterator[RunningRouter]:
     running = start_router(
         prefill=0,
-        decode=0,
+        node={"max_model_len": 100_000},
         limits=Limits(inflight_per_node=512, connections=512),
         timeouts=Timeouts(slow_reader=60, header=60),
     )
-    running.add("d0", Role.DECODE, max_model_len=100_000)
-    running.wait_ready()
     yield running
     running.wait_for(running.idle, "nothing is left behind", 20)
     assert running.look(lambda: running.server.services.tasks.down) == {}

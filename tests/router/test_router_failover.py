@@ -15,7 +15,7 @@ from tandem.router.config import Heartbeat, Timeouts
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit, TransferRole
 from tandem.wire.sampling import FinishReason
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import FakeNode
 
 COUNT = 12
@@ -61,6 +61,9 @@ def pause(router: RunningRouter, at: int) -> None:
     for node in router.nodes.values():
         if node.role is Role.DECODE:
             node.set(pause_at=at)
+
+
+DECIDES_SOON = Timeouts(token_idle=0.5)
 
 
 def hand_off(router: RunningRouter) -> Submit:
@@ -137,7 +140,7 @@ def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(start_r
     for name in ("d0", "d1"):
         router.nodes[name].set(error_at=(shown, why))
     body = router.complete(max_tokens=COUNT, seed=9)
-    assert (body.status_code, body.json()["error"]["code"]) == (502, "kv_load_failed")
+    assert error_of(body, 502)["code"] == "kv_load_failed"
     assert "did not arrive" in body.json()["error"]["message"]
     assert sum(len(router.nodes[name].submits) for name in ("d0", "d1")) == 1
     assert router.metric("tandem_failovers_total", model_name="fake", reason="kv_load_failed") == 0
@@ -256,8 +259,7 @@ def test_only_so_many_failovers(start_router: StartRouter, error: dict[str, Any]
     router = start_router(prefill=0, decode=2, max_failovers=2)
     router.set(**error)
     answer = router.complete(max_tokens=COUNT)
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == (error.get("refuse") or error["error_at"][1]).code
+    assert error_of(answer, status)["code"] == (error.get("refuse") or error["error_at"][1]).code
     assert sum(len(node.submits) for node in router.nodes.values()) == submits
 
 
@@ -303,7 +305,7 @@ def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> Non
 
 def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> None:
     """It still answers pings: its engine is wedged, not its process."""
-    router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.5))
+    router = start_router(prefill=0, decode=2, timeouts=DECIDES_SOON)
     with undisturbed(router, after=5):
         wedged = serving(router)
         wedged.set(wedged=True)
@@ -344,7 +346,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
 
 def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router: StartRouter) -> None:
     """The decode node has no room for the request for several idle times, and says so when it is asked."""
-    router = start_router(timeouts=Timeouts(token_idle=0.5))
+    router = start_router(timeouts=DECIDES_SOON)
     decode = router.nodes["d0"]
     decode.set(pause_at=0)
     with undisturbed(router):
@@ -354,27 +356,18 @@ def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router
     assert decode.cancels == []
 
 
-def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_router: StartRouter) -> None:
-    """The node would run it when the peer goes on, if ever, and another node has room now."""
-    router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5))
+@pytest.mark.parametrize("says", [BLOCKED, {**BLOCKED, "running": 1, "waiting": 0}], ids=["waits", "begins again"])
+def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(
+    start_router: StartRouter, says: dict[str, int]
+) -> None:
+    """However often it has moved: no node has failed it. The node would run it when the peer goes on, if ever, and another one has room
+    now. A request that is alone there, and gets no further, may look as if it ran."""
+    router = start_router(decode=2, timeouts=DECIDES_SOON, max_failovers=0)
     with undisturbed(router, after=3):
         blocked = serving(router)
         other(router, blocked).resume()
         blocked.wait_until(lambda: blocked.asks >= 2, "it is asked, and the request stays")
-        blocked.set(status_fields=BLOCKED)
-    moved_once(blocked, other(router, blocked))
-
-
-@pytest.mark.parametrize("alone", [BLOCKED, {**BLOCKED, "running": 1, "waiting": 0}], ids=["waits", "begins again"])
-def test_a_request_that_has_moved_often_leaves_such_a_node_too(
-    start_router: StartRouter, alone: dict[str, int]
-) -> None:
-    """No node has failed it. One that is alone there, and gets no further, may look as if it ran."""
-    router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5), max_failovers=0)
-    with undisturbed(router, after=3):
-        blocked = serving(router)
-        other(router, blocked).resume()
-        blocked.set(status_fields=alone)
+        blocked.set(status_fields=says)
     moved_once(blocked, other(router, blocked))
 
 
@@ -396,7 +389,7 @@ def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start
 def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_decode_node(
     start_router: StartRouter,
 ) -> None:
-    router = start_router(timeouts=Timeouts(token_idle=0.5))
+    router = start_router(timeouts=DECIDES_SOON)
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     decode.set(pause_at=0, status_fields=BLOCKED)
     with router.stream(max_tokens=2, seed=9) as events:
@@ -405,7 +398,7 @@ def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_
 
 
 def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
+    router = start_router(prefill=0, decode=1, timeouts=DECIDES_SOON)
     node = router.nodes["d0"]
     with undisturbed(router, after=3):
         node.forget(node.submits[0].request_id)
@@ -416,7 +409,7 @@ def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRoute
 
 def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
     """It cannot answer before the step is over, and its status says that it is in one."""
-    router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
+    router = start_router(prefill=0, decode=1, timeouts=DECIDES_SOON)
     node = router.nodes["d0"]
     with undisturbed(router, after=3):
         node.set(wedged=True, status_fields={"step_age_s": 5.0})

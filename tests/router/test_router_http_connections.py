@@ -13,7 +13,6 @@ import pytest
 
 from tandem.http_server import protocol
 from tandem.router.config import Limits, Timeouts
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, parse, post, read_answer, read_to_end
 
@@ -80,29 +79,20 @@ def refused_while_sending(router: RunningRouter) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_who_goes_on_sending_is_closed_all_the_same(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+def test_who_goes_on_sending_is_closed_all_the_same_and_who_sends_much_sooner(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router = draining(start_router)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
     with refused_while_sending(router):
         router.wait_for(lambda: router.connections() == 0, "closed")
-
-
-def test_who_goes_on_sending_much_is_closed_sooner(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 60)
     monkeypatch.setattr(protocol, "LINGER_BYTES", 1000)
-    router = draining(start_router)
     with refused_while_sending(router) as connection:
         connection.sendall(b" " * 1001)
         router.wait_for(lambda: router.connections() == 0, "closed")
-
-
-def test_stopping_does_not_wait_for_who_is_still_sending(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 60)
-    router = draining(start_router)
     with refused_while_sending(router):
-        router.call(router.server.stop())
+        router.call(router.server.stop())  # does not wait for it
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -134,10 +124,7 @@ def test_a_body_that_ends_behind_its_answer_leaves_an_idle_connection(start_rout
 
 
 def with_long_context(start_router: StartRouter, timeouts: Timeouts) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, timeouts=timeouts).with_small_buffers()
-    router.add("d", Role.DECODE, max_model_len=1_000_000)
-    router.wait_ready()
-    return router
+    return start_router(prefill=0, node={"max_model_len": 1_000_000}, timeouts=timeouts).with_small_buffers()
 
 
 @pytest.mark.parametrize("close", [{"connection": "close"}, {}], ids=["the last answer", "one with another behind it"])

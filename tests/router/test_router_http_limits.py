@@ -10,7 +10,7 @@ import pytest
 
 from tandem.router.config import ApiKey, Limits, Timeouts
 from tests.loops import PATIENCE_S
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.raw_http import connect, parse, post, read_answer, read_to_end, talk
 
 LIMITS = Limits(header_bytes=4096, body_bytes=10_000, connections=6)
@@ -50,7 +50,7 @@ def test_what_is_too_large_or_not_http(router: RunningRouter) -> None:
     # By its own account, and in chunks.
     for content in (b"x" * 20_000, (b" " * 1000 for _ in range(30))):
         answer = router.client.post("/v1/completions", content=content, headers=asked)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert error_of(answer, 413)["code"] == "request_too_large"
     assert router.complete(max_tokens=2).status_code == 200  # it still answers
 
 

@@ -36,7 +36,7 @@ from tests.pictures import (
     save_words,
     tokenizer,
 )
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.paths import SERVED
 
 LIMITS = Limits(image_bytes=20_000, image_pixels=10_000, images_per_request=3)
@@ -296,9 +296,7 @@ def test_further_refusals(router: RunningRouter) -> None:
 
 def test_a_model_without_a_tower_reads_none(start_router: StartRouter) -> None:
     plain = start_router()
-    answer = ask(plain, "See", image(data_url(GOOD)))
-    assert answer.status_code == 400
-    assert "this model reads no 'image_url'" in answer.json()["error"]["message"]
+    assert "this model reads no 'image_url'" in error_of(ask(plain, "See", image(data_url(GOOD))), 400)["message"]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

@@ -7,25 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import PolicyName
 from tandem.router.dispatch.lives import REMEMBERED_JOBS, JobHomes
 from tandem.router.policy.shortlist import Shortlist
-from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_node import scripted
 from tests.router.test_router_policy import ask, decide, names, node, pools
 from tests.router.test_router_shortlist import NOTHING
 from tests.small_model import HERMES, WEATHER
 
 
 def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, **settings)
-    for index in range(pairs):
-        router.add(f"p{index}", Role.PREFILL, pin_seconds=60.0)
-        router.add(f"d{index}", Role.DECODE, pin_seconds=60.0)
-    router.wait_ready()
-    return router
+    return start_router(prefill=pairs, decode=pairs, node={"pin_seconds": 60.0}, **settings)
 
 
 def test_a_job_is_named_by_field_header_or_session(router: RunningRouter) -> None:
@@ -49,11 +41,8 @@ def test_a_job_is_named_by_field_header_or_session(router: RunningRouter) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nodes_that_pin_hear_which_tools_were_called(
-    start_router: StartRouter, tokenizer: Tokenizer, end_token: int, stream: bool
-):
-    script = [*tokenizer.encode("I look. " + HERMES, special=False), end_token]
-    router = start_pinning(start_router, rule=scripted(script))
+def test_nodes_that_pin_hear_which_tools_were_called(start_saying: StartRouter, stream: bool):
+    router = start_saying("I look. " + HERMES, node={"pin_seconds": 60.0})
     assert router.chat(tools=[WEATHER], stream=stream, job_id="j").status_code == 200
     for there in router.nodes.values():
         there.wait_until(lambda there=there: bool(there.ended_turns), "a word about the turn")  # type: ignore[misc]

@@ -7,22 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.node.config import NodeConfig
-from tandem.node.loop import Item, Mailbox
-from tandem.node.service import NodeService
-from tandem.wire.lines import NumberedChannel
-from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
-from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner, make_scheduler
+from tests.engine.engine_fakes import FakeRunner
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.service_node import ServiceNode
 from tests.small_model import HERMES, WEATHER
 
 PIN_S = 600.0
@@ -45,29 +41,11 @@ class ScriptRunner(FakeRunner):
         return computed
 
 
-class PinningNode:
+class PinningNode(ServiceNode):
     def __init__(self, script: list[int]) -> None:
         config = SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=PIN_S, max_num_batched_tokens=64)
-        runner = ScriptRunner(script)
-        mailbox: Mailbox[Item] = Mailbox()
-        self._channel = NumberedChannel("127.0.0.1", 77, name="n0")
-        self.service = NodeService(
-            NodeConfig("n0", Role.AGGREGATED),
-            77,
-            DecodeRules(Role.AGGREGATED),
-            Engine(make_scheduler(runner, config=config), runner, None, debug=True),
-            mailbox,
-            self._channel,
-        )
-        self.service.start()
-        self._channel.listen(self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced)
-        self.info = NodeInfo(
-            "n0", Role.AGGREGATED, 77, self._channel.endpoint, "", "fake", 2048, BLOCK_SIZE, pin_seconds=PIN_S
-        )
-
-    def kill(self) -> None:
-        self.service.stop()
-        self._channel.close()
+        super().__init__("n0", ScriptRunner(script), config, debug=True)
+        self.info = msgspec.structs.replace(self.info, pin_seconds=PIN_S)
 
 
 Agent = Callable[..., httpx.Response]
@@ -123,27 +101,16 @@ def test_the_node_learns_the_tool_from_the_routers_word(cluster: tuple[RunningRo
     assert node.service.status().pinned_requests == 0
 
 
-def test_a_node_that_drains_keeps_no_pin(cluster: tuple[RunningRouter, PinningNode, Agent]) -> None:
+@pytest.mark.parametrize("how", ["drain", "reset_cache"])
+def test_metrics_show_pins_and_a_node_that_drains_or_is_emptied_keeps_none(
+    cluster: tuple[RunningRouter, PinningNode, Agent], how: str
+) -> None:
     router, node, turn = cluster
-    turn("what is it like outside, and should I take an umbrella with me?", "j")
-    wait(router, node, lambda status: status.pinned_requests == 1, "it is pinned")
-    assert node.service.drain(10)
-    assert node.service.status().pinned_requests == 0
-
-
-def test_an_emptied_cache_ends_pins(cluster: tuple[RunningRouter, PinningNode, Agent]) -> None:
-    router, node, turn = cluster
-    turn("what is it like outside, and should I take an umbrella with me?", "j")
-    wait(router, node, lambda status: status.pinned_requests == 1, "it is pinned")
-    assert node.service.reset_cache(10)
-    wait(router, node, lambda status: status.pinned_requests == 0, "the pin ends")
-
-
-def test_metrics_show_pins(cluster: tuple[RunningRouter, PinningNode, Agent]) -> None:
-    router, _, turn = cluster
     turn("what is it like outside, and should I take an umbrella with me?", "j")
     labels = {"node": "n0", "role": "aggregated"}
     # Counters come with each fourth status.
     router.wait_for(lambda: router.metric("tandem_node_pins_made_total", **labels) == 1, "the counter")
     assert router.metric("tandem_node_pinned_requests", **labels) == 1
     assert router.metric("tandem_node_pinned_blocks", **labels) > 0
+    assert getattr(node.service, how)(10)
+    wait(router, node, lambda status: status.pinned_requests == 0, "the pin ends")

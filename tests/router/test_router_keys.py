@@ -12,20 +12,13 @@ from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.clock import Clock
+from tests.router.conftest import RunningRouter, StartRouter, bearer, error_of
 from tests.router.paths import of_served
 from tests.router.raw_http import connect, post, read_answer
 from tests.small_model import CountedBackend
 
 AB = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ask(router: RunningRouter, key: str | None = "secret-a", **fields: Any) -> httpx.Response:
@@ -72,12 +65,9 @@ def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> N
         assert router.client.get(path).status_code == status
     assert router.metric("tandem_requests_refused_total", reason="unauthorized") > 5
 
-    def cluster(key: str) -> httpx.Response:
-        return router.client.get("/cluster", headers={"authorization": f"Bearer {key}"})
-
-    assert cluster("secret-op").status_code == 200
-    refused = cluster("secret-a")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert router.client.get("/cluster", headers=bearer("secret-op")).status_code == 200
+    refused = router.client.get("/cluster", headers=bearer("secret-a"))
+    assert error_of(refused, 403)["code"] == "permission_denied"
     assert "operator: true" in refused.json()["error"]["message"]
 
 
@@ -144,13 +134,11 @@ def test_tokenizing_is_a_request_and_uses_no_tokens(start_router: StartRouter) -
 def test_so_many_requests_at_once(start_router: StartRouter) -> None:
     router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a", concurrent_requests=1),))
     router.nodes["d0"].set(pause_at=1)
-    body, headers = {"prompt": "x", "max_tokens": 2, "stream": True}, {"authorization": "Bearer secret-a"}
-    with router.client.stream("POST", "/v1/completions", json=body, headers=headers) as first:
-        lines = first.iter_lines()
-        next(lines)
+    with router.stream(headers=bearer("secret-a"), max_tokens=2) as first:
+        first.text(count=1)
         assert all(refused_for_quota(answer) for answer in (ask(router), *ask_for_text(router)))
         router.nodes["d0"].resume()
-        assert "data: [DONE]" in list(lines)
+        assert first.rest()[-1] == "[DONE]"
     router.wait_for(router.idle, "it has ended")
     assert ask(router).status_code == 200
 

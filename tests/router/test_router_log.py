@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import secrets
@@ -170,24 +169,6 @@ def test_nodes_that_come_and_go_are_told_of_and_probes_are_not(logged: LoggedRou
     logged.lose(node)
     logged.until(lambda: bool(logged.lines_with("node d1 left")), "the node's end is told")
     assert logged.lines_with("GET /health 200") == []
-
-
-def test_a_client_that_leaves_is_499(logged: LoggedRouter) -> None:
-    logged.nodes[1].set(pause_at=2)
-    for name, stream in (("whole", False), ("streamed", True)):
-        body = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": stream})
-        with logged.connect() as connection:
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\nx-request-id: {name}\r\n"
-            )
-            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            if stream:
-                assert connection.recv(64).startswith(b"HTTP/1.1 200")
-            else:
-                count = len(logged.nodes[1].submits)
-                logged.nodes[1].wait_until(lambda n=count: len(logged.nodes[1].submits) > n - 1, "it runs")
-        logged.until(lambda name=name: bool(logged.lines_with(f" {name} POST /v1/completions 499 ")), name)
-    logged.nodes[1].resume()
 
 
 def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> None:

@@ -15,18 +15,14 @@ from tandem.api.openai import answer
 from tandem.api.openai.caller import Caller
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.plan import plan_completion
-from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.paths import SERVED, of_served
 
 
 @pytest.fixture(scope="module")
 def kept_router(keep_router: StartRouter) -> RunningRouter:
     """A router whose model has a short context."""
-    router = keep_router(prefill=0, decode=0)
-    router.add("d", Role.DECODE, max_model_len=64)
-    router.wait_ready()
-    return router
+    return keep_router(prefill=0, node={"max_model_len": 64})
 
 
 def refuse(*args: Any, **options: Any) -> Any:
@@ -147,5 +143,4 @@ def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
 def test_a_body_of_nothing_but_brackets(router: RunningRouter) -> None:
     body = b'{"model": "fake", "prompt": [' + b"[5]," * 100_000 + b"[5]]}"
     answer = router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert "100000 objects and arrays" in answer.json()["error"]["message"]
+    assert "100000 objects and arrays" in error_of(answer, 400)["message"]

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +18,7 @@ from tandem.router.config import Limits, Timeouts
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import KeptMemory, without_payload
 from tandem.router.http.exchange import HttpExchange
-from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import StartRouter, error_of
 from tests.router.raw_http import connect, post, read_to_end
 
 
@@ -82,9 +80,7 @@ def test_a_request_is_kept_without_what_its_plan_was_made_of() -> None:
 
 def test_a_request_that_could_never_fit_is_refused_before_anything_is_computed(start_router: StartRouter) -> None:
     router = start_router(prefill=0, limits=Limits(kept_bytes=1 << 20))
-    refused = router.complete(max_tokens=1000, n=8, logprobs=20)
-    assert refused.status_code == 400
-    assert "1048576" in refused.json()["error"]["message"]
+    assert "1048576" in error_of(router.complete(max_tokens=1000, n=8, logprobs=20), 400)["message"]
     assert router.nodes["d0"].submits == []
     assert router.complete(max_tokens=10, n=8, logprobs=20).status_code == 200
     router.wait_for(lambda: router.server.services.kept.held == 0, "it is given back")
@@ -115,18 +111,13 @@ def test_of_answers_that_grow_too_large_the_largest_is_ended(start_router: Start
     assert router.complete(max_tokens=3).status_code == 200
 
 
-def with_long_context(start_router: StartRouter, **settings: Any) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, **settings)
-    router.add("d", Role.DECODE, max_model_len=8_000_000)
-    router.wait_ready()
-    return router
+LONG = {"max_model_len": 8_000_000}
 
 
 def test_the_tokens_of_a_tokenized_prompt_count_like_those_of_a_running_request(start_router: StartRouter) -> None:
-    router = with_long_context(start_router, limits=Limits(kept_bytes=1 << 20))
+    router = start_router(prefill=0, node=LONG, limits=Limits(kept_bytes=1 << 20))
     refused = router.client.post("/tokenize", json={"prompt": "\U0001f9ff" * 20_000})
-    assert refused.status_code == 400
-    assert "router.limits.kept_bytes" in refused.json()["error"]["message"]
+    assert "router.limits.kept_bytes" in error_of(refused, 400)["message"]
     assert router.client.post("/tokenize", json={"prompt": "\U0001f9ff" * 20}).status_code == 200
     router.wait_for(lambda: router.server.services.kept.held == 0, "it is given back")
 
@@ -136,7 +127,7 @@ def test_a_tokenized_prompt_counts_until_its_answer_was_read_and_no_longer_than_
     start_router: StartRouter,
 ) -> None:
     """Slow: the answer must be larger than what the sockets hold, and the request lasts as long as it may."""
-    router = with_long_context(start_router, timeouts=Timeouts(total=5.0, slow_reader=600))
+    router = start_router(prefill=0, node=LONG, timeouts=Timeouts(total=5.0, slow_reader=600))
     kept = router.server.services.kept
     body = json.dumps({"prompt": "jq" * 300_000, "return_token_strs": True}).encode()
     with closing(connect(router, receive_buffer=4096)) as connection:

@@ -83,7 +83,8 @@ def kept_router(keep_router: StartRouter) -> RunningRouter:
         speculative_accepted=6,
         speculative_accepted_at=[4, 2, 0],
         transfers_finished={"received": 1},
-        transfer_wait_seconds={"receive": WaitHistogram().plus(0.01)},
+        transfer_wait_seconds={"register": WaitHistogram().plus(0.003).plus(0.25).plus(90.0)},
+        requests_finished={"stop": 2},
         wrong_kv={"p0": 1},
         transfer_refusals={"stale": 1},
         transfer_blocks_freed={"sent": 2},
@@ -170,6 +171,26 @@ def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
     router.remove("d0").kill()
     assert router.client.get("/health").status_code == 503
     assert scraped(router, "tandem_router_healthy") == {(): 0}
+
+
+def test_every_sample_names_the_model_and_those_of_a_node_what_it_said(router: RunningRouter) -> None:
+    answer = router.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert all('model_name="fake"' in line for line in answer.text.splitlines() if not line.startswith("#"))
+    for name, labels, value in (
+        ("transfer_wait_seconds_bucket", ("0.002", "d0", "decode", "register"), 0),
+        ("transfer_wait_seconds_bucket", ("0.005", "d0", "decode", "register"), 1),
+        ("transfer_wait_seconds_bucket", ("+Inf", "d0", "decode", "register"), 3),
+        ("transfer_wait_seconds_count", ("d0", "decode", "register"), 3),
+        ("transfer_wait_seconds_sum", ("d0", "decode", "register"), 90.253),
+        ("requests_finished_total", ("d0", "stop", "decode"), 2),
+        ("free_blocks", ("p0", "prefill"), 1000),
+        ("tier_used_bytes", ("d0", "decode", "cpu"), 1),
+        ("tier_found_tokens_total", ("d0", "decode", "cpu"), 64),
+    ):
+        assert scraped(router, f"tandem_node_{name}")[labels] == value
+    assert scraped(router, "tandem_request_success_total")["length",] == 1
+    assert scraped(router, "tandem_http_requests_total")["/v1/completions", "200"] == 1
 
 
 def test_engines_and_tiers_are_shown(router: RunningRouter) -> None:

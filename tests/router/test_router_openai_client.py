@@ -76,4 +76,5 @@ def test_errors_are_the_clients_own_exceptions(start_router: StartRouter) -> Non
     with pytest.raises(InternalServerError) as busy:
         client.completions.create(model="fake", prompt="x")
     assert busy.value.status_code == 503
+    assert "no decode node is ready" in busy.value.message
     assert busy.value.response.headers["retry-after"]

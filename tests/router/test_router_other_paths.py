@@ -9,7 +9,7 @@ import pytest
 from tandem.router.http.api_document import examples
 from tandem.wire.nodes import Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
-from tests.router.conftest import RunningRouter, StartRouter, bombarded
+from tests.router.conftest import RunningRouter, StartRouter, bombarded, error_of
 from tests.router.fake_node import VECTOR_SIZE
 from tests.router.test_router_admin import KEYS, FakeControl
 
@@ -38,7 +38,7 @@ def test_where_there_is_nothing_the_answer_says_what_there_is(router: RunningRou
         ("/sleep", "/admin/pause"),
     ):
         answer = router.client.post(router.url + path, json={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert error_of(answer, 404)["code"] == "not_found"
         assert said in answer.json()["error"]["message"]
     like_no_other = router.client.get("/nowhere").json()["error"]["message"]
     assert like_no_other == "there is nothing at /nowhere"

@@ -3,11 +3,8 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-
 from tandem.router.config import ApiKey, Limits, Timeouts
-from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.event_reader import EventReader
 
 
@@ -25,8 +22,7 @@ def test_a_full_queue_is_said_at_once_with_the_time_to_come_back(start_router: S
         waiting = [pool.submit(router.complete, max_tokens=2) for _ in range(2)]
         router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 2, "two wait")
         refused = router.complete(max_tokens=2)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "overloaded"
+        assert error_of(refused, 503)["code"] == "overloaded"
         assert int(refused.headers["retry-after"]) >= 1
         router.nodes["d0"].resume()
         assert [answer.result(10).status_code for answer in waiting] == [200, 200]
@@ -53,19 +49,9 @@ def test_a_decode_node_is_given_no_work_for_which_it_has_no_blocks(start_router:
     assert len(decode.submits) == 1
 
 
-def test_no_node_is_said_at_once(start_router: StartRouter) -> None:
-    router = start_router(prefill=1, decode=0)
-    answer = router.complete(max_tokens=2)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"]
-    assert "no decode node is ready" in answer.json()["error"]["message"]
-
-
 def with_long_context(start_router: StartRouter, timeouts: Timeouts) -> RunningRouter:
-    router = start_router(prefill=0, decode=0, timeouts=timeouts, max_failovers=0).with_small_buffers()
-    router.add("d0", Role.DECODE, max_model_len=400_000)
-    router.wait_ready()
-    return router
+    node = {"max_model_len": 400_000}
+    return start_router(prefill=0, node=node, timeouts=timeouts, max_failovers=0).with_small_buffers()
 
 
 def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: StartRouter) -> None:
@@ -93,9 +79,7 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRoute
     with occupy(router) as events:
         drained = router.begin(router.server.drain(10))
         router.wait_for(lambda: router.server.services.draining, "draining")
-        refused = router.complete()
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
+        assert error_of(router.complete(), 503)["code"] == "draining"
         assert router.client.get("/health").status_code == 503
         assert not drained.done()
         router.nodes["d0"].resume()
@@ -103,33 +87,16 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRoute
         assert drained.result(10) is True
 
 
-def test_drain_fails_what_does_not_end_in_time(start_router: StartRouter) -> None:
-    router = start_router(prefill=0)
-    with occupy(router) as events:
-        assert router.call(router.server.drain(0.1)) is False
-        last = events.rest()[-1]
-        assert "shutting down" in last["error"]["message"]
-    router.wait_for(router.idle, "nothing is left")
-
-
-def test_a_second_drain_does_not_call_finished_what_the_first_one_failed(start_router: StartRouter) -> None:
-    """The controller that ordered the first one was killed, and the next one orders it again."""
-    router = start_router(prefill=0)
-    with occupy(router):
-        first, second = router.begin(router.server.drain(0.1)), router.begin(router.server.drain(10))
-        assert first.result(10) is False
-        assert second.result(10) is False
-
-
-def test_drain_also_tells_those_who_still_wait(start_router: StartRouter) -> None:
+def test_drain_fails_what_does_not_end_in_time_and_tells_those_who_still_wait(start_router: StartRouter) -> None:
+    """So does a second one: the controller that ordered the first was killed, and the next one orders it again."""
     router = start_router(prefill=0, limits=Limits(inflight_per_node=1))
-    with occupy(router), ThreadPoolExecutor(1) as pool:
+    with occupy(router) as events, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(router.complete, max_tokens=2)
         router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 1, "it waits")
-        assert router.call(router.server.drain(0.1)) is False
-        answer = waiting.result(10)
-        assert answer.status_code == 503
-        assert "shutting down" in answer.json()["error"]["message"]
+        first, second = router.begin(router.server.drain(0.1)), router.begin(router.server.drain(10))
+        assert (first.result(10), second.result(10)) == (False, False)
+        assert "shutting down" in events.rest()[-1]["error"]["message"]
+        assert "shutting down" in error_of(waiting.result(10), 503)["message"]
     router.wait_for(router.idle, "nothing is left")
 
 
@@ -152,16 +119,11 @@ def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_
     router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
     node, admission = router.nodes["d0"], router.server.services.dispatcher.admission
     node.set(pause_at=1)
-
-    def ask(key: str, **fields: object) -> httpx.Response:
-        body = {"model": "fake", "prompt": "the fox", "max_tokens": 2, "seed": 5, **fields}
-        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-
     with ThreadPoolExecutor(2) as pool:
-        wide = pool.submit(ask, "key-wide", n=7)
+        wide = pool.submit(router.complete, key="key-wide", n=7, max_tokens=2, seed=5)
         node.wait_until(lambda: len(node.submits) == 2, "it runs with two of seven")
         router.wait_for(lambda: admission.queued == 5, "the others wait")
-        narrow = pool.submit(ask, "key-narrow")
+        narrow = pool.submit(router.complete, key="key-narrow", max_tokens=2)
         router.wait_for(lambda: admission.queued == 6, "queued")
         node.resume()
         assert narrow.result(10).status_code == 200
@@ -171,18 +133,15 @@ def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_
     router.wait_for(router.idle, "nothing is left")
 
 
-def test_what_waits_of_a_wide_request_leaves_the_line_with_its_client(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, limits=Limits(inflight_per_node=2))
+def test_the_rest_of_a_wide_request_leaves_the_line_with_its_client_and_at_its_deadline(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=2), timeouts=Timeouts(total=0.5))
     router.nodes["d0"].set(pause_at=1)
     with router.stream(max_tokens=3, n=6) as events:
         events.text(count=1)
         assert router.server.services.dispatcher.admission.queued == 4
     router.wait_for(router.idle, "nothing is left")
-
-
-def test_the_rest_of_a_wide_request_waits_to_its_own_deadline_and_no_longer(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, limits=Limits(inflight_per_node=1), timeouts=Timeouts(total=0.5))
-    router.nodes["d0"].set(pause_at=1)
     assert router.complete(max_tokens=3, n=3).status_code == 504
     router.wait_for(router.idle, "nothing is left")
 
@@ -221,9 +180,10 @@ def test_a_pause_that_lasts_is_told_with_the_time_to_come_back(start_router: Sta
     infos = [node.info for node in router.nodes.values()]
     router.look(lambda: router.server.set_members(infos, ["prefill", "decode", "aggregated"]))
     refused = router.complete(max_tokens=2)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert error_of(refused, 503)["code"] == "overloaded"
     assert "requests are paused" in refused.json()["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
+    assert router.metric("tandem_deadlines_exceeded_total", phase="queue") == 1
 
 
 def test_a_key_on_all_places_pauses_for_another_and_loses_no_token(start_router: StartRouter) -> None:
@@ -231,18 +191,12 @@ def test_a_key_on_all_places_pauses_for_another_and_loses_no_token(start_router:
     router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
     node = router.nodes["d0"]
     node.set(pause_at=3)
-
-    def ask(key: str, **fields: object) -> httpx.Response:
-        body = {"model": "fake", "prompt": "the fox", "seed": 5, **fields}
-        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-
     with ThreadPoolExecutor(1) as pool:
-        greedy = pool.submit(ask, "key-greedy", n=2, max_tokens=8)
+        greedy = pool.submit(router.complete, key="key-greedy", n=2, max_tokens=8, seed=5)
         router.wait_for(
             lambda: router.server.services.dispatcher.held == 2 and len(node.running) == 2, "all places taken"
         )
-        other = ask("key-other", max_tokens=2)
-        assert other.status_code == 200
+        assert router.complete(key="key-other", max_tokens=2).status_code == 200
         node.wait_until(lambda: len(node.submits) == 4, "the paused one goes on")
         node.resume()
         answer = greedy.result(10)

@@ -16,7 +16,7 @@ from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.requests import TierStatus
 from tests.browser import Browser
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, bearer
 
 pytestmark = pytest.mark.slow  # a browser starts in a second or two, once for all of them
 
@@ -44,8 +44,7 @@ def busy(start: StartRouter) -> RunningRouter:
     router.wait_for(reported, "the status is here")
     for number in range(3):
         headers = {"x-request-id": f"ask-{number}", "x-tandem-trace": "1"}
-        body = {"model": "fake", "prompt": "the fox", "max_tokens": 4}
-        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        assert router.complete(headers=headers, max_tokens=4).status_code == 200
     return router
 
 
@@ -183,8 +182,7 @@ def test_where_keys_are_set_it_asks_for_an_operators(browser: Browser, start_rou
     )
     assert router.client.get("/ui").status_code == 200
     assert router.client.get("/ui/state").status_code == 401
-    guest = {"Authorization": "Bearer guest-key"}
-    assert router.client.get("/ui/state", headers=guest).status_code == 403
+    assert router.client.get("/ui/state", headers=bearer("guest-key")).status_code == 403
     browser.open(f"{router.url}/ui")
     browser.until("!document.querySelector('#keys').hidden", "it asks for a key")
     for key in ("guest-key", "operator-key"):
@@ -354,11 +352,8 @@ def test_elsewhere_decisions_need_an_operators_key(start_router: StartRouter) ->
     assert everyone.client.get("/ui/state").json()["router"]["tells_decisions"] is False
     keyed = start_router(api_keys=(ApiKey(name="ops", key="ops-key", operator=True), ApiKey(name="a", key="a-key")))
     keyed.server.services.control = DecidingControl()
-    answers = [
-        keyed.client.get("/ui/decisions", headers={"Authorization": f"Bearer {key}"}).status_code
-        for key in ("a-key", "ops-key")
-    ]
-    assert answers == [403, 200]
+    for key, status in (("a-key", 403), ("ops-key", 200)):
+        assert keyed.client.get("/ui/decisions", headers=bearer(key)).status_code == status
 
 
 def test_it_asks_nothing_of_anyone_else_and_is_told_little(shown_router: RunningRouter) -> None:

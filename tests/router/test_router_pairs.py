@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.choose import make_policy
 from tandem.router.policy.pairs import HALVES_S, MOST_PAIRS, PairTimes
 from tandem.router.policy.views import NodeView, RoutingDecision, RoutingRequest
+from tests.clock import Clock
 from tests.router.test_router_policy import ask, names, node, pools
 from tests.wire.members import endpoint_at
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def at(view: NodeView, machine: str) -> NodeView:
@@ -71,17 +66,19 @@ def test_a_longer_prompt_is_expected_to_take_longer() -> None:
     assert times.longer_s(P0.info, D1.info, 1000) == 2 * times.longer_s(P0.info, D1.info, 500)
 
 
-def test_milliseconds_are_not_noticed() -> None:
-    times = known(Clock(), p0d0=0.004, p0d1=0.015)
-    chosen = {names(decide(times, P0, D0, D1, request=ask(turn=turn))) for turn in range(4)}
-    assert chosen == {("p0", "d0"), ("p0", "d1")}
-
-
-def test_a_link_that_was_slow_is_tried_again() -> None:
+@pytest.mark.parametrize(
+    ("waited_s", "ago_s", "name"),
+    [
+        pytest.param({"p0d0": 0.004, "p0d1": 0.015}, 0.0, PolicyName.LEAST_WAIT, id="milliseconds are not noticed"),
+        pytest.param({"p0d0": 0.004, "p0d1": 0.8}, 10 * HALVES_S, PolicyName.LEAST_WAIT, id="it was slow long ago"),
+        pytest.param({"p0d0": 0.8, "p0d1": 0.004}, 0.0, PolicyName.ROUND_ROBIN, id="an operator's order is kept"),
+    ],
+)
+def test_both_nodes_get_requests(waited_s: dict[str, float], ago_s: float, name: PolicyName) -> None:
     clock = Clock()
-    times = known(clock, p0d0=0.004, p0d1=0.8)
-    clock.now += 10 * HALVES_S
-    chosen = {names(decide(times, P0, D0, D1, request=ask(turn=turn))) for turn in range(4)}
+    times = known(clock, **waited_s)
+    clock.now += ago_s
+    chosen = {names(decide(times, P0, D0, D1, request=ask(turn=turn), name=name)) for turn in range(4)}
     assert chosen == {("p0", "d0"), ("p0", "d1")}
 
 
@@ -97,14 +94,6 @@ def test_a_prompt_is_read_where_its_answer_is_written_if_that_is_far_from_the_pr
     near = decide(known(Clock(), p1d0=0.004), quick, D0, local=LocalPrefill.AUTO)
     far = decide(known(Clock(), p1d0=0.004, p0d0=3.0), quick, D0, local=LocalPrefill.AUTO)
     assert (names(near), names(far)) == (("p0", "d0"), (None, "d0"))
-
-
-def test_an_operators_order_of_nodes_is_kept() -> None:
-    times = known(Clock(), p0d0=0.8, p0d1=0.004)
-    chosen = {
-        names(decide(times, P0, D0, D1, request=ask(turn=turn), name=PolicyName.ROUND_ROBIN)) for turn in range(4)
-    }
-    assert chosen == {("p0", "d0"), ("p0", "d1")}
 
 
 def test_a_cached_prefix_is_not_left_for_a_pair_that_is_as_far() -> None:

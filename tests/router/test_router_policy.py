@@ -14,9 +14,10 @@ from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.choose import at_mirror, expected_first_token_s, make_policy, with_cache_peers
 from tandem.router.policy.views import NodeRates, NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.router.prefixes import MARKED_PLACES, PrefixRecord, PromptHashes
-from tandem.wire.nodes import NodeInfo, NodeState, PeerAddress, Role
-from tandem.wire.requests import CachePeers, NodeCounters, NodeStatus
+from tandem.wire.nodes import NodeInfo, PeerAddress, Role
+from tandem.wire.requests import CachePeers
 from tests.router.conftest import StartRouter
+from tests.router.test_router_pool import status
 
 
 def node(
@@ -27,21 +28,12 @@ def node(
     pending_requests: int = 0,
     pending_tokens: int = 0,
     aggregated: bool = False,
-    **status: Any,
+    **fields: Any,
 ) -> NodeView:
     role = Role.AGGREGATED if aggregated else Role.PREFILL if node_id.startswith("p") else Role.DECODE
     info = NodeInfo(node_id, role, 1, f"tcp://{node_id}", "", "fake", 4096, 16)
-    fields: dict[str, Any] = {
-        "free_blocks": 1000, "total_blocks": 1000, "running": 0, "waiting": 0, "waiting_tokens": 0, "transfers": 0,
-        "held_blocks": 0, "step_age_s": 0.0, "counters": NodeCounters(),
-    } | status  # fmt: skip
-    return NodeView(
-        info=info,
-        status=NodeStatus(node_id, role, 1, NodeState.READY, **fields),
-        rates=NodeRates(rate, step),
-        pending_requests=pending_requests,
-        pending_tokens=pending_tokens,
-    )
+    said = status(info, **{"free_blocks": 1000, "total_blocks": 1000, **fields})
+    return NodeView(info, said, NodeRates(rate, step), pending_requests, pending_tokens)
 
 
 def pools(*nodes: NodeView, handover: float | None = None) -> PoolSnapshot:
@@ -177,11 +169,9 @@ def test_nobody_to_decode_is_unavailable(name: PolicyName) -> None:
         decide(pools(node("d0")), ask(avoid=frozenset({"d0"})), name)
 
 
-def test_local_prefill_by_order() -> None:
-    snapshot = pools(node("p0"), node("d0"), handover=0.0)
-    assert names(decide(snapshot, local=LocalPrefill.ALWAYS)) == (None, "d0")
-    assert names(decide(snapshot, local=LocalPrefill.NEVER)) == ("p0", "d0")
-    assert names(decide(pools(node("d0")), local=LocalPrefill.NEVER)) == (None, "d0")
+@pytest.mark.parametrize(("local", "prefill"), [(LocalPrefill.ALWAYS, None), (LocalPrefill.NEVER, "p0")])
+def test_local_prefill_by_order(local: LocalPrefill, prefill: str | None) -> None:
+    assert names(decide(pools(node("p0"), node("d0"), handover=0.0), local=local)) == (prefill, "d0")
 
 
 NODES = st.lists(

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.router.config import Limits
 from tests.api.prompt_embeds.test_prompt_embeds import by_safetensors, by_torch, rows, tensor_of
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +66,14 @@ def test_what_does_not_go_together_is_refused_by_name(router: RunningRouter) -> 
         ([by_torch(rows(1))] * 129, {}, "prompt"),
         (good, {"max_tokens": 2040}, "max_tokens"),
     ):
-        answer = ask(router, embeds, **fields)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert error_of(ask(router, embeds, **fields), 400)["param"] == param
     assert not router.nodes["d0"].submits
 
 
 def test_more_rows_than_the_context_are_too_long(router: RunningRouter) -> None:
-    answer = ask(router, by_torch(rows(2048)))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert error_of(ask(router, by_torch(rows(2048))), 400)["code"] == "context_length_exceeded"
 
 
 def test_they_are_off_unless_a_setting_says_otherwise(start_router: StartRouter) -> None:
     plain = start_router()
-    answer = ask(plain, by_torch(rows(2)))
-    assert answer.status_code == 400
-    assert "router.prompt_embeds" in answer.json()["error"]["message"]
+    assert "router.prompt_embeds" in error_of(ask(plain, by_torch(rows(2))), 400)["message"]

@@ -15,35 +15,41 @@ def counted(role: Role, **counters: float) -> NodeStatus:
     return status(info("n", role=role), counters=told, waiting_tokens=waiting_tokens)
 
 
-def test_a_prefill_nodes_rate_is_its_prompt_tokens_over_its_steps() -> None:
+def read(tokens: int, seconds: float, steps: int = 1) -> dict[str, float]:
+    return {"prompt_tokens_computed": tokens, "step_seconds": seconds, "steps": steps}
+
+
+def decoded(steps: int, seconds: float) -> dict[str, float]:
+    return {"decode_steps": steps, "decode_seconds": seconds}
+
+
+@pytest.mark.parametrize(
+    ("role", "reports", "tokens_per_s", "step_s"),
+    [
+        pytest.param("prefill", [read(1000, 1.0)], None, None, id="one report says nothing"),
+        pytest.param("prefill", [read(1000, 1.0), read(1500, 1.25)], 2000, None, id="prompt tokens over steps"),
+        pytest.param("prefill", [{}, read(10, 0.5)], None, None, id="a few tokens are not believed"),
+        pytest.param("prefill", [{}, read(10, 0.5), read(200, 1.0)], 200, None, id="they are collected"),
+        pytest.param("decode", [{}, decoded(10, 0.2)], None, 0.02, id="a step that only decodes"),
+        pytest.param(
+            "decode", [{}, decoded(10, 0.2), decoded(20, 0.4) | read(500, 9.0, 40)], None, 0.02,
+            id="steps with prompts count for nothing",
+        ),
+        pytest.param("aggregated", [{}, decoded(MIN_STEPS - 1, 9.0)], None, None, id="a few steps are not believed"),
+        pytest.param(
+            "aggregated", [{}, decoded(MIN_STEPS - 1, 9.0), decoded(MIN_STEPS, 10.0)], None, 10.0 / MIN_STEPS,
+            id="they are collected as well",
+        ),
+    ],
+)  # fmt: skip
+def test_rates_are_of_what_counters_say(
+    role: str, reports: list[dict[str, float]], tokens_per_s: float | None, step_s: float | None
+) -> None:
     rates = NodeRates()
-    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=1000, step_seconds=1.0, steps=5))
-    assert rates.prefill_tokens_per_s is None
-    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=1500, step_seconds=1.25, steps=6))
-    assert rates.prefill_tokens_per_s == pytest.approx(2000)
-
-
-def test_a_few_tokens_are_collected_before_they_are_believed() -> None:
-    rates = NodeRates()
-    rates.on_status(counted(Role.PREFILL))
-    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=10, step_seconds=0.5, steps=1))
-    assert rates.prefill_tokens_per_s is None
-    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=200, step_seconds=1.0, steps=2))
-    assert rates.prefill_tokens_per_s == pytest.approx(200)
-
-
-def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
-    rates = NodeRates()
-    rates.on_status(counted(Role.DECODE))
-    rates.on_status(counted(Role.DECODE, decode_steps=10, decode_seconds=0.2))
-    assert rates.step_s == pytest.approx(0.02)
-    rates.on_status(
-        counted(
-            Role.DECODE, decode_steps=20, decode_seconds=0.4, steps=40, step_seconds=9.0, prompt_tokens_computed=500
-        )
-    )
-    assert rates.step_s == pytest.approx(0.02), "steps with prompts count for nothing"
-    assert rates.prefill_tokens_per_s is None
+    for report in reports:
+        rates.on_status(counted(Role(role), **report))
+    for found, expected in ((rates.prefill_tokens_per_s, tokens_per_s), (rates.step_s, step_s)):
+        assert found == (pytest.approx(expected) if expected is not None else None)
 
 
 def test_what_runs_when_nothing_else_does_is_in_no_rate() -> None:
@@ -55,15 +61,6 @@ def test_what_runs_when_nothing_else_does_is_in_no_rate() -> None:
         counted(Role.PREFILL, prompt_tokens_computed=2500, step_seconds=7.25, steps=91, waiting_tokens=9, **idle)
     )
     assert rates.prefill_tokens_per_s == rates.line_tokens_per_s == pytest.approx(2000)
-
-
-def test_a_few_steps_are_collected_before_they_are_believed() -> None:
-    rates = NodeRates()
-    rates.on_status(counted(Role.AGGREGATED))
-    rates.on_status(counted(Role.AGGREGATED, decode_steps=MIN_STEPS - 1, decode_seconds=9.0))
-    assert rates.step_s is None
-    rates.on_status(counted(Role.AGGREGATED, decode_steps=MIN_STEPS, decode_seconds=10.0))
-    assert rates.step_s == pytest.approx(10.0 / MIN_STEPS)
 
 
 def test_a_status_without_counters_changes_no_rate() -> None:

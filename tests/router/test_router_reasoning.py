@@ -12,22 +12,16 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.api.text.tokenizer import Tokenizer
-from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_node import scripted
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.paths import of_served
 from tests.small_model import HERMES, PARIS, SAID, THOUGHT, WEATHER
 
 
-def answering(start: StartRouter, folder: str, tokenizer: Tokenizer, end_token: int, text: str) -> RunningRouter:
-    script = [*tokenizer.encode(text, special=False), end_token]
-    return start(rule=scripted(script), tokenizer_path=folder)
-
-
 def test_reasoning_and_a_call_whole_and_streamed(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
+    start_saying: StartRouter, thinking_folder: str, tokenizer: Tokenizer
 ) -> None:
     text = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{HERMES}"
-    router = answering(start_router, thinking_folder, tokenizer, end_token, text)
+    router = start_saying(text, tokenizer_path=thinking_folder)
     client = router.official_client()
     messages: Any = [{"role": "user", "content": "weather?"}]
     options: Any = {"model": "fake", "messages": messages, "tools": [WEATHER], "max_tokens": 500}
@@ -61,11 +55,10 @@ def test_reasoning_and_a_call_whole_and_streamed(
 
 
 def test_usage_in_every_event_counts_reasoning_at_the_end_alone(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
+    start_saying: StartRouter, thinking_folder: str
 ) -> None:
     """To count it, all tokens so far are looked at, which must not be done with each of them."""
-    text = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
-    router = answering(start_router, thinking_folder, tokenizer, end_token, text)
+    router = start_saying(f"<think>\n{THOUGHT}\n</think>\n\n{SAID}", tokenizer_path=thinking_folder)
     options = {"include_usage": True, "continuous_usage_stats": True}
     streamed = router.chat(stream=True, stream_options=options, max_tokens=500).text
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
@@ -76,10 +69,8 @@ def test_usage_in_every_event_counts_reasoning_at_the_end_alone(
     assert 0 < last["completion_tokens_details"]["reasoning_tokens"] < last["completion_tokens"] == counts[-1]
 
 
-def test_a_message_that_is_only_reasoning(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
-) -> None:
-    router = answering(start_router, thinking_folder, tokenizer, end_token, "<think>" + "hm " * 50)
+def test_a_message_that_is_only_reasoning(start_saying: StartRouter, thinking_folder: str) -> None:
+    router = start_saying("<think>" + "hm " * 50, tokenizer_path=thinking_folder)
     answer = router.chat(max_tokens=20).json()
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -88,10 +79,8 @@ def test_a_message_that_is_only_reasoning(
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 20}
 
 
-def test_a_request_turns_thinking_off(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
-) -> None:
-    router = answering(start_router, thinking_folder, tokenizer, end_token, "<think>hm</think>so")
+def test_a_request_turns_thinking_off(start_saying: StartRouter, thinking_folder: str) -> None:
+    router = start_saying("<think>hm</think>so", tokenizer_path=thinking_folder)
     for fields, closed in (
         ({}, False),
         ({"enable_thinking": False}, True),
@@ -167,5 +156,5 @@ def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(budg
 
 def test_a_budget_is_refused_where_no_token_ends_reasoning(start_router: StartRouter, thinking_folder: str) -> None:
     answer = start_router(tokenizer_path=thinking_folder).chat(thinking_token_budget=5, max_tokens=40)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+    assert error_of(answer, 400)["param"] == "thinking_token_budget"
     assert "a token of its own" in answer.json()["error"]["message"]

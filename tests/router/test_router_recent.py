@@ -19,6 +19,7 @@ from tandem.router.recent import (
     parts_of,
 )
 from tandem.wire.nodes import PoolReport, Role
+from tests.clock import Clock
 from tests.router.conftest import StartRouter
 
 TARGETS = Targets(ttft_s=2.0, inter_token_s=0.1)
@@ -31,13 +32,6 @@ QUICK = RequestAccount(
 
 def account(**fields: object) -> RequestAccount:
     return msgspec.structs.replace(QUICK, **fields)
-
-
-class Clock:
-    at = 1000.0
-
-    def __call__(self) -> float:
-        return self.at
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,7 @@ def test_a_slow_request_has_a_cause(fields: dict[str, object], cause: str) -> No
 
 
 def test_what_is_in_time_is_counted_by_both_targets() -> None:
-    recent = RecentRequests(TARGETS, Clock())
+    recent = RecentRequests(TARGETS, Clock(1000.0))
     recent.ended(account())
     recent.ended(account(prefill_s=3.0))
     recent.ended(account(decode_s=5.0))
@@ -71,13 +65,13 @@ def test_what_is_in_time_is_counted_by_both_targets() -> None:
 
 
 def test_what_whole_answers_took_is_told_for_a_time() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     recent = RecentRequests(TARGETS, clock)
     recent.ended(account(request_id="early", ended_at=1000.0))
     recent.ended(account(request_id="left", ended_at=1050.0, finish="abort"))
     recent.ended(account(request_id="failed", ended_at=1050.0, output_tokens=0, finish="error"))
     recent.ended(account(request_id="late", ended_at=1050.0))
-    clock.at = 1060.0
+    clock.now = 1060.0
     (one,) = recent.measured(30.0)
     assert (one.request_id, one.ended_ago_s) == ("late", 10.0)
     assert (one.first_token_s, one.total_s) == pytest.approx((0.23, 0.74))
@@ -85,7 +79,7 @@ def test_what_whole_answers_took_is_told_for_a_time() -> None:
 
 
 def test_a_request_that_failed_for_want_of_another_node_did_not_move() -> None:
-    recent = RecentRequests(TARGETS, Clock())
+    recent = RecentRequests(TARGETS, Clock(1000.0))
     recent.ended(account(failovers=1, finish="error"))
     recent.ended(account(failovers=1))
     [moment] = recent.moments()
@@ -94,7 +88,7 @@ def test_a_request_that_failed_for_want_of_another_node_did_not_move() -> None:
 
 
 def test_a_node_that_is_left_out_in_the_end_is_said_to_be() -> None:
-    recent = RecentRequests(TARGETS, Clock())
+    recent = RecentRequests(TARGETS, Clock(1000.0))
     for _ in range(2):
         recent.pools_are([PoolReport(Role.DECODE, 1, down={"d0": "its process ended"})])
     for _ in range(2):
@@ -105,12 +99,12 @@ def test_a_node_that_is_left_out_in_the_end_is_said_to_be() -> None:
 
 
 def test_time_passes_also_without_requests_and_what_is_old_goes() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     recent = RecentRequests(TARGETS, clock)
     recent.ended(account(request_id="old", prefill_s=50.0))
-    clock.at += 3 * BUCKET_S
+    clock.now += 3 * BUCKET_S
     assert [moment.ended for moment in recent.moments()] == [1, 0, 0, 0]
-    clock.at += WINDOW_S
+    clock.now += WINDOW_S
     recent.sample(7, 2)
     recent.sample(3, 5)
     assert not recent.slowest(9)
@@ -118,21 +112,21 @@ def test_time_passes_also_without_requests_and_what_is_old_goes() -> None:
 
 
 def test_a_client_that_went_away_made_its_own_request_slow_or_not() -> None:
-    recent = RecentRequests(TARGETS, Clock())
+    recent = RecentRequests(TARGETS, Clock(1000.0))
     recent.ended(account(prefill_s=50.0, finish="abort"))
     assert not recent.slowest(9)
 
 
 @given(times=st.lists(st.tuples(st.floats(0, 40), st.floats(0, 9)), max_size=400))
 def test_what_is_kept_is_bounded_and_the_slowest_of_all_is_among_it(times: list[tuple[float, float]]) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     recent = RecentRequests(TARGETS, clock)
     seen: list[tuple[float, float]] = []
     for passes, prefill_s in times:
-        clock.at += passes
+        clock.now += passes
         one = account(prefill_s=prefill_s)
         recent.ended(one)
-        seen.append((clock.at, TARGETS.excess(one)))
+        seen.append((clock.now, TARGETS.excess(one)))
     assert len(recent.latest()) <= LATEST
     assert len(recent.moments()) <= WINDOW_S / BUCKET_S
     found = recent.slowest(5)
@@ -146,11 +140,7 @@ def test_what_is_kept_is_bounded_and_the_slowest_of_all_is_among_it(times: list[
 def test_a_routers_request_adds_up(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["p0"].set(queue_s=0.00001)
-    router.client.post(
-        "/v1/completions",
-        json={"model": "fake", "prompt": "the fox", "max_tokens": 4},
-        headers={"x-request-id": "mine"},
-    )
+    router.complete(headers={"x-request-id": "mine"}, max_tokens=4)
     recent = router.server.services.dispatcher.recent
     [one] = router.look(recent.latest)
     assert (one.request_id, one.prefill_node, one.decode_node, one.output_tokens) == ("mine", "p0", "d0", 4)

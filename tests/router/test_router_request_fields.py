@@ -21,7 +21,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import VECTOR_SIZE
 from tests.router.paths import of_served
 
@@ -58,8 +58,7 @@ def test_a_name_that_no_header_may_hold_does_no_harm(router: RunningRouter) -> N
 def test_internals_are_refused_whatever_they_hold(router: RunningRouter) -> None:
     for name in sorted(INTERNAL):
         for value in (None, {}, 1):
-            answer = router.complete(**{name: value})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            assert error_of(router.complete(**{name: value}), 400)["param"] == name
 
 
 def test_what_fits_a_request_at_once_has_no_field_that_is_to_be_looked_at() -> None:
@@ -100,15 +99,12 @@ def test_the_other_names_of_structured_outputs(router: RunningRouter, field: str
         answer = ask(**{field: value}, max_tokens=2)
         assert answer.status_code == 200, answer.text
         assert grammar in (sampled(router).grammar or "")
-    refused = router.complete(**{field: value, "structured_outputs": {"regex": "a"}})
-    assert refused.status_code == 400
-    assert field in refused.json()["error"]["message"]
+    assert field in error_of(router.complete(**{field: value, "structured_outputs": {"regex": "a"}}), 400)["message"]
 
 
 def test_a_grammar_that_is_none_is_refused(router: RunningRouter) -> None:
     for ebnf in ("nonsense", "root ::=  (", 'yes ::= "yes"', "root ::= " + "(" * 5_000):
-        answer = router.chat(ebnf=ebnf)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ebnf")
+        assert error_of(router.chat(ebnf=ebnf), 400)["param"] == "ebnf"
 
 
 HI = [{"role": "user", "content": "hi"}]
@@ -172,9 +168,7 @@ def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
     ),
 )
 def test_a_refusal_says_what_is_right(router: RunningRouter, path: str, fields: dict[str, Any], instead: str) -> None:
-    answer = router.ask(path, **BODIES[path] | fields)
-    assert answer.status_code == 400
-    assert instead in answer.json()["error"]["message"]
+    assert instead in error_of(router.ask(path, **BODIES[path] | fields), 400)["message"]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +236,7 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
 def test_a_mistake_is_told_in_plain_words(
     router: RunningRouter, path: str, fields: dict[str, Any], sentence: str
 ) -> None:
-    answer = router.ask(path, **BODIES[path] | fields)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+    assert error_of(router.ask(path, **BODIES[path] | fields), 400)["message"] == sentence
 
 
 def test_only_these_tokens(router: RunningRouter, model_folder: str, end_token: int) -> None:
@@ -274,8 +267,7 @@ def test_a_prompt_is_cut_to_its_end(router: RunningRouter, tokenizer: Tokenizer)
 
 def test_one_file_of_hidden_states_is_for_one_prompt_and_one_choice(router: RunningRouter) -> None:
     for asked in ({"prompt": ["a", "b"]}, {"n": 2}, {"best_of": 2}):
-        answer = router.complete(hidden_states="one", **asked)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "hidden_states")
+        assert error_of(router.complete(hidden_states="one", **asked), 400)["param"] == "hidden_states"
 
 
 def test_token_ids_are_returned(router: RunningRouter, tokenizer: Tokenizer) -> None:

@@ -8,22 +8,17 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from tandem.decode_node.node import DecodeRules
-from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.node.config import NodeConfig
-from tandem.node.loop import Item, Mailbox
-from tandem.node.service import NodeService
 from tandem.router.config import Heartbeat
-from tandem.wire.lines import NumberedChannel
-from tandem.wire.nodes import NodeInfo, Role
-from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner, make_scheduler
+from tests.engine.engine_fakes import FakeRunner
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import fake_logprobs
 from tests.router.resetting_proxy import ResettingProxy
+from tests.router.service_node import ServiceNode
 from tests.waiting import until
 
 STREAMS = 6
@@ -48,27 +43,18 @@ class LetterRunner(FakeRunner):
         return computed
 
 
-class RealNode:
-    """Everything of a decode node but the model, behind a proxy."""
+class RealNode(ServiceNode):
+    """Behind a proxy."""
 
     def __init__(self, node_id: str, reset_after: int) -> None:
-        runner = LetterRunner(num_blocks=4096, max_model_len=2048)
-        engine = Engine(make_scheduler(runner), runner, None)
-        self._channel = NumberedChannel("127.0.0.1", 77, name=node_id)
-        mailbox: Mailbox[Item] = Mailbox()
-        self.service = NodeService(
-            NodeConfig(node_id, Role.AGGREGATED), 77, DecodeRules(Role.AGGREGATED), engine, mailbox, self._channel
-        )
-        self.service.start()
-        self._channel.listen(self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced)
-        self.proxy = ResettingProxy(self._channel.endpoint, reset_after)
-        self._channel.lines.endpoint = self.proxy.endpoint
-        self.info = NodeInfo(node_id, Role.AGGREGATED, 77, self.proxy.endpoint, "", "fake", 2048, block_size=BLOCK_SIZE)
+        super().__init__(node_id, LetterRunner(num_blocks=4096, max_model_len=2048))
+        self.proxy = ResettingProxy(self.channel.endpoint, reset_after)
+        self.channel.lines.endpoint = self.proxy.endpoint
+        self.info = msgspec.structs.replace(self.info, request_endpoint=self.proxy.endpoint)
 
     def kill(self) -> None:
-        self.service.stop()
         self.proxy.close()
-        self._channel.close()
+        super().kill()
 
 
 @pytest.fixture

@@ -10,12 +10,7 @@ from tests.router.conftest import RunningRouter, StartRouter
 def pair(start_router: StartRouter) -> tuple[RunningRouter, RunningRouter]:
     """Two routers, two prefill nodes and two decode nodes."""
     first = start_router(prefill=2, decode=2)
-    second = start_router(prefill=0, decode=0)
-    second.board = first.board
-    second.nodes = first.nodes
-    second.announce()
-    second.wait_ready()
-    return first, second
+    return first, start_router(prefill=0, decode=0).join(first)
 
 
 def test_both_are_asked_at_once_and_nothing_is_mixed_up(start_router: StartRouter) -> None:

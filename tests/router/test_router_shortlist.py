@@ -25,8 +25,9 @@ from tandem.router.policy.views import (
 )
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
-from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, TierStatus
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import CacheChange, CacheNews, TierStatus
+from tests.router.test_router_pool import status
 
 BLOCK = 16
 
@@ -35,12 +36,9 @@ def view(
     name: str, *, rate: float | None = None, step: float | None = None, pending: int = 0, **fields: Any
 ) -> NodeView:
     role = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}[name[0]]
-    base: dict[str, Any] = {
-        "state": NodeState.READY, "free_blocks": 10**6, "total_blocks": 10**6, "running": 0, "waiting": 0,
-        "waiting_tokens": 0, "transfers": 0, "held_blocks": 0, "step_age_s": 0.0, "counters": NodeCounters(),
-    } | fields  # fmt: skip
     info = NodeInfo(name, role, 1, f"tcp://{name}", "", "m", 1 << 20, BLOCK)
-    return NodeView(info, NodeStatus(name, role, 1, **base), NodeRates(rate, step), pending, 100 * pending)
+    said = status(info, **{"free_blocks": 10**6, "total_blocks": 10**6, **fields})
+    return NodeView(info, said, NodeRates(rate, step), pending, 100 * pending)
 
 
 NOTHING = Overlaps(PrefixRecord().bits, {})  # that is cached

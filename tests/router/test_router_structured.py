@@ -9,10 +9,8 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Heartbeat
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.fake_node import scripted
 
 PERSON = {
     "type": "object",
@@ -102,17 +100,15 @@ def test_what_is_wrong_with_a_schema_is_said(router: RunningRouter) -> None:
     assert "%json" not in pattern["message"]
 
 
-def test_the_official_clients_parsing_works_unchanged(
-    start_router: StartRouter, tokenizer: Tokenizer, end_token: int
-) -> None:
+def test_the_official_clients_parsing_works_unchanged(start_saying: StartRouter) -> None:
     class Person(pydantic.BaseModel):
         name: str
         age: int
         tags: list[str] | None
 
-    script = [*tokenizer.encode('{"name": "Bob", "age": 7, "tags": null}', special=False), end_token]
     # The client's first parse imports and builds much, in the process of the nodes that must not be taken for silent.
-    router = start_router(rule=scripted(script), heartbeat=Heartbeat(ping_interval=0.1, silence=5))
+    patient = Heartbeat(ping_interval=0.1, silence=5)
+    router = start_saying('{"name": "Bob", "age": 7, "tags": null}', heartbeat=patient)
     client = router.official_client()
     answer = client.chat.completions.parse(
         model="fake", messages=[{"role": "user", "content": "who?"}], response_format=Person

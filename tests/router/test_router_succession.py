@@ -29,10 +29,13 @@ def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def successor_of(first: RunningRouter, start_router: StartRouter, **settings: Any) -> RunningRouter:
-    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door), **settings)
-    second.board, second.nodes = first.board, first.nodes
-    second.announce()
-    second.wait_ready()
+    return start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door), **settings).join(first)
+
+
+def followed_by(first: RunningRouter, start_router: StartRouter, **settings: Any) -> RunningRouter:
+    """Its successor, when it has left."""
+    second = successor_of(first, start_router, **settings)
+    assert first.call(first.server.leave(PATIENCE_S))
     return second
 
 
@@ -81,9 +84,8 @@ def alone(router: RunningRouter, requests: int = 1) -> None:
 def test_under_load_nothing_fails(start_router: StartRouter) -> None:
     first = start_router()
     with asking(first) as failures:
-        second = successor_of(first, start_router)
+        second = followed_by(first, start_router)
         assert second.url == first.url
-        assert first.call(first.server.leave(PATIENCE_S))
         alone(second)
     assert failures == []
     assert (first.connections(), first.idle()) == (0, True)
@@ -111,9 +113,8 @@ def test_at_another_address_nothing_fails_at_the_one_before(
     first = start_router(host=before)
     port = free_port() if moves else first.client.base_url.port
     with asking(first) as failures:
-        second = successor_of(first, start_router, host=after, port=port)
+        second = followed_by(first, start_router, host=after, port=port)
         assert (second.url != first.url, f":{port}" in second.url) == (True, True)
-        assert first.call(first.server.leave(PATIENCE_S))
         alone(second, 20)
     assert failures == []
     assert (first.connections(), first.idle()) == (0, True)
@@ -126,8 +127,7 @@ def test_the_address_before_is_given_up_after_a_while(
 ) -> None:
     monkeypatch.setattr(serving, "FORMER_ADDRESS_S", 0.2)
     first = start_router()
-    second = successor_of(first, start_router, port=free_port())
-    assert first.call(first.server.leave(PATIENCE_S))
+    second = followed_by(first, start_router, port=free_port())
 
     def is_refused() -> bool:
         try:
@@ -147,11 +147,8 @@ def test_a_move_that_is_taken_back_at_once_finds_the_address_before_free(start_r
     first = start_router()
     port = first.client.base_url.port
     with asking(first) as failures:
-        second = successor_of(first, start_router, port=free_port())
-        assert first.call(first.server.leave(PATIENCE_S))
-        third = successor_of(second, start_router, port=port)
+        third = followed_by(followed_by(first, start_router, port=free_port()), start_router, port=port)
         assert third.url == first.url
-        assert second.call(second.server.leave(PATIENCE_S))
         assert third.complete(max_tokens=3).status_code == 200
     assert failures == []
 
@@ -159,10 +156,8 @@ def test_a_move_that_is_taken_back_at_once_finds_the_address_before_free(start_r
 def test_who_knows_the_address_from_two_moves_ago_is_answered_too(start_router: StartRouter) -> None:
     first = start_router()
     with asking(first) as failures:
-        second = successor_of(first, start_router, port=free_port())
-        assert first.call(first.server.leave(PATIENCE_S))
-        third = successor_of(second, start_router, port=free_port())
-        assert second.call(second.server.leave(PATIENCE_S))
+        second = followed_by(first, start_router, port=free_port())
+        third = followed_by(second, start_router, port=free_port())
         alone(third)
     assert failures == []
     assert len({first.url, second.url, third.url}) == 3
@@ -195,9 +190,7 @@ def test_one_that_leaves_before_it_knows_its_nodes_takes_no_connection(start_rou
     second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
     assert not second.look(lambda: second.server.accepts), "it has been told of no node"
     assert second.call(second.server.leave(PATIENCE_S))
-    second.board, second.nodes = first.board, first.nodes
-    second.announce()
-    second.wait_ready()
+    second.join(first)
     for _ in range(5):
         with first.new_client() as client:
             assert client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 2}).status_code == 200

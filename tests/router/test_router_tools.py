@@ -7,15 +7,13 @@ import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
-from tests.router.fake_node import scripted
 from tests.small_model import HERMES, PARIS, WEATHER
 
 
 def test_a_call_through_the_official_client(
-    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, end_token: int
+    start_saying: StartRouter, folder_with_tools: str, tokenizer: Tokenizer
 ) -> None:
-    script = [*tokenizer.encode("I look. " + HERMES, special=False), end_token]
-    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+    router = start_saying("I look. " + HERMES, tokenizer_path=folder_with_tools)
     client = router.official_client()
     messages: Any = [{"role": "user", "content": "weather in Paris?"}]
     tools: Any = [WEATHER]
@@ -47,11 +45,8 @@ def test_a_call_through_the_official_client(
     assert client.chat.completions.create(model="fake", messages=answered, tools=tools).choices[0].message.tool_calls
 
 
-def test_without_tools_or_with_none_of_them_a_call_is_text(
-    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, end_token: int
-) -> None:
-    script = [*tokenizer.encode(HERMES, special=False), end_token]
-    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+def test_without_tools_or_with_none_of_them_a_call_is_text(start_saying: StartRouter, folder_with_tools: str) -> None:
+    router = start_saying(HERMES, tokenizer_path=folder_with_tools)
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         choice = router.chat(**fields).json()["choices"][0]
         assert choice["message"]["content"] == HERMES
@@ -61,10 +56,10 @@ def test_without_tools_or_with_none_of_them_a_call_is_text(
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
-    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, choice: str
+    start_saying: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, choice: str
 ) -> None:
+    router = start_saying(HERMES + "\n" + HERMES, ends=False, tokenizer_path=folder_with_tools)
     script = tokenizer.encode(HERMES + "\n" + HERMES, special=False)
-    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
     for length in range(6, len(script), 29):
         asked = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": length}
         whole = router.chat(**asked).json()["choices"][0]
@@ -80,9 +75,9 @@ def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
 
 @pytest.mark.parametrize(("stop", "reason"), [("Par", "stop"), ('"}}', "stop"), ("</tool", "tool_calls")])
 def test_a_stop_string_within_a_call_leaves_it_cut_off_and_says_so(
-    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, stop: str, reason: str
+    start_saying: StartRouter, folder_with_tools: str, stop: str, reason: str
 ) -> None:
-    router = start_router(rule=scripted(tokenizer.encode(HERMES, special=False)), tokenizer_path=folder_with_tools)
+    router = start_saying(HERMES, ends=False, tokenizer_path=folder_with_tools)
     asked: dict[str, Any] = {"tools": [WEATHER], "stop": [stop]}
     assert router.chat(**asked).json()["choices"][0]["finish_reason"] == reason
     streamed = router.chat(**asked, stream=True).text
@@ -92,10 +87,8 @@ def test_a_stop_string_within_a_call_leaves_it_cut_off_and_says_so(
     ]
 
 
-def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
-    start_router: StartRouter, tokenizer: Tokenizer, end_token: int
-) -> None:
-    router = start_router(rule=scripted([*tokenizer.encode(HERMES, special=False), end_token]))
+def test_a_template_that_knows_no_tools_is_told_of_them_in_words(start_saying: StartRouter) -> None:
+    router = start_saying(HERMES)
     choice = router.chat("weather in Paris?", tools=[WEATHER]).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == PARIS[1]
@@ -106,8 +99,8 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
         {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
         {"role": "tool", "tool_call_id": call["id"], "content": "wind"},
     ]
-    assert router.client.post("/v1/chat/completions", json={"messages": messages, "tools": [WEATHER]}).json()
-    prompt = tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+    assert router.ask("/v1/chat/completions", messages=messages, tools=[WEATHER]).status_code == 200
+    prompt = router.prompt
     assert "Be brief." in prompt
     assert '"description": "the weather somewhere"' in prompt
     assert '{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|end|>' in prompt
@@ -115,13 +108,10 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
     assert f"<|start|>user\n{results}<|end|>" in prompt
 
 
-def test_a_template_without_system_messages_is_told_in_the_users_first(
-    start_router: StartRouter, tokenizer: Tokenizer
-) -> None:
+def test_a_template_without_system_messages_is_told_in_the_users_first(start_router: StartRouter) -> None:
     source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
     router = start_router(chat_template=source)
     assert router.chat("weather?", tools=[WEATHER], tool_choice="required", max_tokens=2).status_code == 200
-    prompt = tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
-    assert prompt.startswith("[user: You may call")
-    assert prompt.endswith("weather?]")
+    assert router.prompt.startswith("[user: You may call")
+    assert router.prompt.endswith("weather?]")
     assert "<tool_call>" in (router.nodes["p0"].submits[-1].sampling.grammar or "")

@@ -31,11 +31,7 @@ def submit(**sampling: int) -> Submit:
 @pytest.fixture
 def router(start_router: StartRouter) -> RunningRouter:
     """Before a cluster goes over to this version: two nodes of the one before."""
-    running = start_router(prefill=0, decode=0)
-    running.add("p-old", Role.PREFILL, wire_version=OLD)
-    running.add("d-old", Role.DECODE, wire_version=OLD)
-    running.wait_ready()
-    return running
+    return start_router(node={"wire_version": OLD})
 
 
 def test_what_a_message_needs_is_read_off_the_fields_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +49,8 @@ def test_a_request_that_asks_for_something_new_goes_to_nodes_that_know_it(router
     router.wait_ready()
     for number in range(6):
         assert router.complete(prompt=f"{number} foxes", max_tokens=3, min_tokens=2).status_code == 200
-    assert not router.nodes["d-old"].submits
-    assert not router.nodes["p-old"].submits
+    assert not router.nodes["d0"].submits
+    assert not router.nodes["p0"].submits
     assert [each.sampling.min_tokens for each in router.nodes["d-new"].submits] == [2] * 6
 
 

@@ -8,10 +8,8 @@ import pytest
 
 from tandem.api import wings
 from tandem.api.settings import ReasoningName, ToolFormat
-from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError
-from tests.router.conftest import StartRouter
-from tests.router.fake_node import scripted
+from tests.router.conftest import StartRouter, error_of
 from tests.small_model import HERMES, THOUGHT, WEATHER
 
 NOWHERE = "tandem.api.nowhere.at_all"
@@ -23,12 +21,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(wings, name, NOWHERE)
 
 
-def test_calls_and_reasoning_are_text(
-    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
-) -> None:
+def test_calls_and_reasoning_are_text(start_saying: StartRouter, thinking_folder: str) -> None:
     text = f"<think>\n{THOUGHT}\n</think>\n\n{HERMES}"
-    script = [*tokenizer.encode(text, special=False), end_token]
-    router = start_router(rule=scripted(script), tokenizer_path=thinking_folder)
+    router = start_saying(text, tokenizer_path=thinking_folder)
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         answer = router.chat(**fields).json()
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
@@ -45,10 +40,8 @@ def test_what_needs_them_is_refused(start_router: StartRouter) -> None:
         ({"messages": [image]}, "messages[0].content[0]"),
     ):
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], **fields}
-        answer = router.ask("/v1/chat/completions", **asked)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    answer = router.ask("/v1/completions", prompt_embeds="AAAA")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_embeds")
+        assert error_of(router.ask("/v1/chat/completions", **asked), 400)["param"] == param
+    assert error_of(router.ask("/v1/completions", prompt_embeds="AAAA"), 400)["param"] == "prompt_embeds"
 
 
 @pytest.mark.parametrize("settings", [{"tool_format": ToolFormat.HERMES}, {"reasoning_format": ReasoningName.THINK}])

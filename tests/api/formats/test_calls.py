@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -10,26 +9,15 @@ import pytest
 
 from tandem.api.formats.calls import CallReader
 from tandem.api.formats.registry import CALLS
-from tandem.api.pieces import Arguments, CallBegins, Piece, Text
 from tandem.api.settings import ToolFormat
+from tests.api.formats.reading import read as read_pieces
+from tests.api.formats.reading import told
 from tests.small_model import HERMES, PARIS
 
 
 def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]]]:
-    reader = CallReader(CALLS[name], {})
-    pieces: list[Piece] = []
-    edges = [0, *sorted(cuts or []), len(text)]
-    for start, end in itertools.pairwise(edges):
-        pieces += reader.push(text[start:end])
-    pieces += reader.finish()
-    written: list[list[str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegins):
-            written.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
-            written[-1][1] += piece.text
-    calls = [(name, json.loads(arguments)) for name, arguments in written]
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text)), calls
+    found = told(read_pieces(CallReader(CALLS[name], {}), text, cuts or []))
+    return found.text, [(name, json.loads(arguments)) for name, arguments in found.calls]
 
 
 @pytest.mark.parametrize("name", [ToolFormat.HERMES, ToolFormat.MINIMAX_M1, ToolFormat.PHI4, ToolFormat.GRANITE])
@@ -37,11 +25,8 @@ def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[st
 def test_a_mark_without_a_call_holds_nothing_back(name: ToolFormat, after: str) -> None:
     reader = CallReader(CALLS[name], {})
     again = f"{CALLS[name].begins[0]}{after}"
-    told: list[Piece] = []
-    for _ in range(4):
-        told += reader.push(again)
-    text = "".join(piece.text for piece in told if isinstance(piece, Text))
-    assert text.startswith(again * 3), "what came before the last mark"
+    found = [piece for _ in range(4) for piece in reader.push(again)]
+    assert told(found).text.startswith(again * 3), "what came before the last mark"
 
 
 @pytest.mark.parametrize("name", [ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.LLAMA3])

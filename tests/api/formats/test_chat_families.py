@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -12,10 +12,10 @@ import pytest
 from tandem.api.formats.detection import detected_calls, format_of
 from tandem.api.formats.harmony import HarmonyCalls
 from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
-from tandem.api.pieces import Arguments, CallBegins, Reasoning, Text
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import InvalidRequest
+from tests.api.formats.reading import Told, read, told
 from tests.small_model import TEMPLATES
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -163,27 +163,19 @@ def test_a_turn_that_the_template_writes_is_read_back_however_it_is_cut(name: st
     prompt, turn = turn_of(name)
     found = format_of(ToolFormat.AUTO, ReasoningName.AUTO, family(name))
 
-    def read(cuts: list[int]) -> tuple[str, str, list[str], str]:
-        reader = found.reader(prompt, {"weather": WEATHER["function"]["parameters"]})
-        assert reader is not None
-        edges = [0, *cuts, len(turn)]
-        pieces = [piece for start, end in pairwise(edges) for piece in reader.push(turn[start:end])]
-        pieces += reader.finish()
-        return (
-            "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)).strip(),
-            "".join(piece.text for piece in pieces if isinstance(piece, Text)),
-            [piece.name for piece in pieces if isinstance(piece, CallBegins)],
-            "".join(piece.text for piece in pieces if isinstance(piece, Arguments)),
-        )
+    def told_in(cuts: list[int]) -> Told:
+        pieces = read(found.reader(prompt, {"weather": WEATHER["function"]["parameters"]}), turn, cuts)
+        whole = told(pieces)
+        return whole._replace(reasoning=whole.reasoning.strip())
 
-    whole = read([])
-    reasoning, text, names, arguments = whole
-    assert reasoning == (CALLED["reasoning_content"] if CALLED["reasoning_content"] in turn else "")
-    assert (names, json.loads(arguments)) == (["weather"], {"city": "Oslo", "days": 2})
-    assert (CALLED["content"] in text) == (CALLED["content"] in turn)
+    whole = told_in([])
+    assert whole.reasoning == (CALLED["reasoning_content"] if CALLED["reasoning_content"] in turn else "")
+    ((name_of_call, arguments),) = whole.calls
+    assert (name_of_call, json.loads(arguments)) == ("weather", {"city": "Oslo", "days": 2})
+    assert (CALLED["content"] in whole.text) == (CALLED["content"] in turn)
     for cut in range(1, len(turn)):
-        assert read([cut]) == whole, (turn[:cut], turn[cut:])
-    assert read(list(range(1, len(turn)))) == whole
+        assert told_in([cut]) == whole, (turn[:cut], turn[cut:])
+    assert told_in(list(range(1, len(turn)))) == whole
 
 
 @pytest.mark.parametrize(("name", "marks"), MENTIONED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from tandem.api.formats.call_grammar import CallGrammar
 from tandem.api.formats.calls import CallReader
 from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
 from tandem.api.formats.registry import CALLS
-from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.api.pieces import AnswerReader, Arguments, Piece
 from tandem.api.settings import ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
+from tests.api.formats.reading import read, told
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -97,29 +97,11 @@ def pieces_of(
     name: ToolFormat, text: str, cuts: Sequence[int] = (), *, cut: bool = False, must_call: bool = False
 ) -> list[Piece]:
     """`cut`: the answer was cut off at the text's end."""
-    reader = reader_of(name, must_call=must_call)
-    edges = [0, *sorted(cuts), len(text)]
-    pieces = [piece for start, end in pairwise(edges) for piece in reader.push(text[start:end])]
-    return pieces + reader.finish(cut=cut)
-
-
-def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
-    """The text, the reasoning, and the calls."""
-    calls: list[list[str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegins):
-            calls.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
-            calls[-1][1] += piece.text
-    return (
-        "".join(piece.text for piece in pieces if isinstance(piece, Text)),
-        "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
-        [(name, arguments) for name, arguments in calls],
-    )
+    return read(reader_of(name, must_call=must_call), text, cuts, cut=cut)
 
 
 def calls_of(pieces: Sequence[Piece]) -> list[tuple[str, Any]]:
-    return [(name, json.loads(arguments)) for name, arguments in joined(pieces)[2]]
+    return [(name, json.loads(arguments)) for name, arguments in told(pieces).calls]
 
 
 def expected_of(name: ToolFormat) -> list[tuple[str, Any]]:
@@ -133,18 +115,18 @@ def test_every_format_has_its_text() -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_calls_are_read_however_they_are_cut(name: ToolFormat) -> None:
     text = WRITTEN[name]
-    whole = joined(pieces_of(name, text))
+    whole = told(pieces_of(name, text))
     assert calls_of(pieces_of(name, text)) == expected_of(name)
     assert whole[0] == ""
     for at in range(1, len(text)):
-        assert joined(pieces_of(name, text, [at])) == whole, text[:at]
+        assert told(pieces_of(name, text, [at])) == whole, text[:at]
     reader, pieces, came = reader_of(name), list[Piece](), list[int]()
     for at, letter in enumerate(text):
-        told = reader.push(letter)
-        pieces += told
-        if any(isinstance(piece, Arguments) for piece in told):
+        now = reader.push(letter)
+        pieces += now
+        if any(isinstance(piece, Arguments) for piece in now):
             came.append(at)
-    assert joined(pieces + reader.finish()) == whole
+    assert told(pieces + reader.finish()) == whole
     assert text.index("weather") < came[0] < text.index("62.5"), "arguments come while they are written"
     assert len(came) > 4
 
@@ -154,9 +136,9 @@ def test_an_answer_that_is_cut_anywhere_shows_no_mark_of_a_call(name: ToolFormat
     text = WRITTEN[name]
     for end in range(len(text)):
         written = text[:end]
-        forced = joined(pieces_of(name, written, cut=True, must_call=True))
+        forced = told(pieces_of(name, written, cut=True, must_call=True))
         assert forced[0] == "", written
-        free = joined(pieces_of(name, written, cut=True))
+        free = told(pieces_of(name, written, cut=True))
         assert forced[1:] == free[1:], written
         begun = [call for call, _ in free[2]]
         assert begun == [call for call, _ in expected_of(name)][: len(begun)], "nothing before the cut is lost"
@@ -166,7 +148,7 @@ def test_an_answer_that_is_cut_anywhere_shows_no_mark_of_a_call(name: ToolFormat
         assert len(left) < 3 or left[0] in opening or left.isalnum(), (written, free[0])
         assert not (free[2] and left), (written, free[0])
         if end % 7 == 0:  # letter by letter
-            assert joined(pieces_of(name, written, range(1, end), cut=True)) == free, written
+            assert told(pieces_of(name, written, range(1, end), cut=True)) == free, written
 
 
 WHOLE_ANSWERS = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC, ToolFormat.HARMONY)  # their calls are the whole answer
@@ -176,7 +158,7 @@ WHOLE_ANSWERS = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC, ToolFormat.HARMONY)  # 
 def test_text_before_a_call_that_is_cut_off_stays(name: ToolFormat) -> None:
     text = WRITTEN[name]
     for end in range(3, len(text)):
-        said = joined(pieces_of(name, "I look. " + text[:end], cut=True))[0].strip()
+        said = told(pieces_of(name, "I look. " + text[:end], cut=True))[0].strip()
         assert said in ("I look.", "I look. " + text[:end]), said
         assert said == "I look." or text[:end].isalnum()
 
@@ -185,7 +167,7 @@ def test_other_text_that_is_cut_off_stays() -> None:
     a_mark = "<tool_call> is what a model writes before a call"
     for text in ("if a <", "2 < 3", "<b>bold", a_mark, '{"name": "Bob'):
         for name in (ToolFormat.HERMES, ToolFormat.LLAMA3):
-            assert joined(pieces_of(name, text, cut=True))[0] == text
+            assert told(pieces_of(name, text, cut=True))[0] == text
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -196,10 +178,10 @@ def test_text_around_calls_stays(name: ToolFormat) -> None:
     else:
         mark = CALLS[name].begins[0] if CALLS[name].opening is not None else ""
         written = f"\n\nI look. {mark}{written}"
-    text, _, _ = joined(pieces_of(name, written))
+    text, _, _ = told(pieces_of(name, written))
     assert text.strip() == "I look."
     assert calls_of(pieces_of(name, written)) == expected_of(name)
-    assert text == joined(pieces_of(name, written, range(1, len(written))))[0]
+    assert text == told(pieces_of(name, written, range(1, len(written))))[0]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -207,7 +189,7 @@ def test_what_is_no_call_is_text_as_it_was_written(name: ToolFormat) -> None:
     mark = CALLS[name].begins[0]
     for said in ("no call", "a < b [1] {x}", mark, f"{mark} and so on", f"see {mark}{{", "  \n", ""):
         for cuts in ([], range(1, len(said))):
-            assert joined(pieces_of(name, said, cuts)) == (said, "", [])
+            assert told(pieces_of(name, said, cuts)) == (said, "", [])
 
 
 @settings(max_examples=150)
@@ -220,7 +202,7 @@ def test_nothing_that_a_model_writes_breaks_a_reader(name: ToolFormat, data: st.
     noise = st.sampled_from([" ", "\n", '"', "\\", "{", "}", "[", "]", "(", ")", ",", "=", "x", "é", text[:12]])
     said = "".join(data.draw(st.lists(fragment | noise, max_size=6)))
     cuts = data.draw(st.lists(st.integers(0, len(said)), max_size=8))
-    assert joined(pieces_of(name, said, cuts)) == joined(pieces_of(name, said))
+    assert told(pieces_of(name, said, cuts)) == told(pieces_of(name, said))
 
 
 # --- enforced -------------------------------------------------------------------------------------------------

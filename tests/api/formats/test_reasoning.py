@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,15 @@ from tandem.api.formats.answer_format import ModelFormat
 from tandem.api.formats.harmony import MARKS, HarmonyCalls
 from tandem.api.formats.reasoning import ReasoningStart
 from tandem.api.formats.registry import CALLS, REASONING
-from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.api.pieces import Piece
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
+from tests.api.formats.reading import read, told
 from tests.small_model import HERMES, SAID, THOUGHT
 
 
 def pieces_of(written: ModelFormat, prompt: str, text: str, cuts: Sequence[int] = ()) -> list[Piece]:
-    reader = written.reader(prompt, {})
-    assert reader is not None
-    edges = [0, *sorted(cuts), len(text)]
-    pieces = [piece for start, end in pairwise(edges) for piece in reader.push(text[start:end])]
-    return pieces + reader.finish()
-
-
-def told(pieces: Sequence[Piece]) -> tuple[str, str, list[str], str]:
-    def joined(kind: type[Reasoning | Text | Arguments]) -> str:
-        return "".join(piece.text for piece in pieces if isinstance(piece, kind))
-
-    return (joined(Reasoning), joined(Text), [p.name for p in pieces if isinstance(p, CallBegins)], joined(Arguments))
+    return read(written.reader(prompt, {}), text, cuts)
 
 
 @pytest.mark.parametrize("name", REASONING)
@@ -44,10 +33,10 @@ def test_reasoning_is_told_apart_however_it_is_cut(name: ReasoningName, opened: 
     written = ModelFormat(calls=CALLS[ToolFormat.HERMES], reasoning=marks)
     prompt = f"...assistant\n{marks.begin}\n" if opened else "...assistant\n"
     text = ("" if opened else marks.begin) + f"\n{THOUGHT}\n{marks.end}\n\n{SAID}\n{HERMES}"
-    expected = (THOUGHT, SAID, ["weather"], '{"city": "Paris"}')
+    expected = (SAID, THOUGHT, [("weather", '{"city": "Paris"}')])
     for at in range(len(text) + 1):
         found = told(pieces_of(written, prompt, text, [at]))
-        assert (found[0], found[1].strip(), *found[2:]) == expected, text[:at]
+        assert found._replace(text=found.text.strip()) == expected, text[:at]
     whole = told(pieces_of(written, prompt, text))
     assert told(pieces_of(written, prompt, text, range(1, len(text)))) == whole
 
@@ -69,7 +58,8 @@ def test_reasoning_is_told_apart_however_it_is_cut(name: ReasoningName, opened: 
 def test_where_reasoning_begins_and_ends(prompt: str, text: str, expected: tuple[str, str]) -> None:
     written = ModelFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
     for cuts in ([], range(1, len(text))):
-        assert told(pieces_of(written, prompt, text, cuts))[:2] == expected
+        found = told(pieces_of(written, prompt, text, cuts))
+        assert (found.reasoning, found.text) == expected
 
 
 @given(
@@ -99,9 +89,9 @@ HARMONY = [
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
 def test_channels(text: str, expected: tuple[str, str]) -> None:
     written = ModelFormat(harmony=HarmonyCalls())
-    for at in range(len(text) + 1):
-        assert told(pieces_of(written, "<|start|>assistant", text, [at]))[:2] == expected
-    assert told(pieces_of(written, "", text, range(1, len(text))))[:2] == expected
+    for prompt, cuts in (("", range(1, len(text))), *(("<|start|>assistant", [at]) for at in range(len(text) + 1))):
+        found = told(pieces_of(written, prompt, text, cuts))
+        assert (found.reasoning, found.text) == expected
 
 
 # --- grammars -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ All tests here run on gloo. On a GPU only the backend and the place of the tenso
 
 from __future__ import annotations
 
-import os
+import random
 import subprocess
 import sys
 import threading
@@ -28,6 +28,9 @@ from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.sockets import Outbox
+from tests.kvtransfer.kv_resources import leaves_nothing_behind
+from tests.kvtransfer.test_random_frames import CONNECTIONS, knock
+from tests.listening import listening_addresses
 from tests.waiting import until
 from tests.wire.members import endpoint_at
 
@@ -83,14 +86,23 @@ def sides() -> Iterator[tuple[Side, Side]]:
     until(lambda: pair_threads() == 0)
 
 
+Linked = tuple[Side, Side, RemoteId]
+
+
+@pytest.fixture
+def linked(sides: tuple[Side, Side]) -> Linked:
+    """The first is connected with the second, which expects transfer t in its block 5."""
+    here, there = sides
+    there.transport.expect("t", [5])
+    return here, there, here.transport.connect(there.memory)
+
+
 def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_other_transfer(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One client aborts while its KV is on its way, and another one's KV is behind it on the same pair."""
-    here, there = sides
-    remote = here.transport.connect(there.memory)
+    here, there, remote = linked
     here.tensor[3], here.tensor[4] = 3.0, 4.0
-    there.transport.expect("t", [5])
     here.write(remote, [3], [5])
     there.tensor[:] = 9.0
     pairs = set(there.transport.callees)
@@ -109,11 +121,9 @@ def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_othe
     assert set(there.transport.callees) == pairs
 
 
-def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(sides: tuple[Side, Side]) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
+def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(linked: Linked) -> None:
+    here, there, remote = linked
     here.tensor[:] = 1.0
-    there.transport.expect("t", [5])
     there.transport.expect("another", [6])
     with pytest.raises(TransferError, match="not its transfer's"):
         here.write(remote, [3], [6])
@@ -136,10 +146,8 @@ def test_a_pair_that_nobody_needs_is_taken_down_and_made_again() -> None:
         there.transport.close()
 
 
-def test_nodes_join_and_leave_while_others_work(sides: tuple[Side, Side]) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+def test_nodes_join_and_leave_while_others_work(linked: Linked) -> None:
+    here, _, remote = linked
     here.write(remote, [3], [5])
     joined = Side("c")
     joined.transport.expect("t", [4])
@@ -173,11 +181,9 @@ def test_a_peer_that_cannot_be_reached_fails_the_move_in_time(sides: tuple[Side,
 
 @pytest.mark.parametrize("operation", list(Operation))
 def test_a_peer_that_stops_answering_fails_the_move_in_time(
-    sides: tuple[Side, Side], operation: Operation, monkeypatch: pytest.MonkeyPatch
+    linked: Linked, operation: Operation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
-    there.transport.expect("t", [5])
+    here, _, remote = linked
     here.write(remote, [3], [5])
     heard = threading.Event()
     monkeypatch.setattr(PairCallee, "announce", lambda self, message: heard.set())
@@ -241,10 +247,8 @@ def test_a_read_can_be_taken_back_and_the_pair_goes_on(
     assert (here.tensor[4] == 5.0).all()
 
 
-def test_a_write_that_has_begun_is_not_taken_back(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
-    there.transport.expect("t", [5])
+def test_a_write_that_has_begun_is_not_taken_back(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _, remote = linked
     held = Held(monkeypatch)
     handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
     assert held.heard.wait(5)
@@ -286,10 +290,6 @@ def test_a_member_that_dies_while_the_group_is_made_is_not_waited_for_again_and_
 
 
 def test_nothing_is_left_behind() -> None:
-    def resources() -> tuple[int, int, int]:
-        tasks, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
-        return threading.active_count(), tasks, files
-
     def round_trip() -> None:
         here, there = Side("a"), Side("b")
         there.transport.expect("t", [5])
@@ -297,24 +297,40 @@ def test_nothing_is_left_behind() -> None:
         here.transport.close()
         there.transport.close()
 
-    round_trip()  # what is made once for the process is made now
-    before = resources()
-    for _ in range(3):
-        round_trip()
-    until(lambda: resources() <= before)
+    leaves_nothing_behind(round_trip)
 
 
 # ── what peers may say ──
 
 
-def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> None:
+def test_who_does_not_have_the_key_gets_no_pair_and_what_is_no_message_is_counted(sides: tuple[Side, Side]) -> None:
     _, there = sides
     outbox, to = Outbox(), msgspec.msgpack.decode(there.memory.agent_metadata, type=Rendezvous).endpoint
     outbox.send(to, Open("p", b"wrong", "x", endpoint_at(9), "127.0.0.1", 9))
     outbox.send(to, Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
-    until(lambda: there.transport.refused == 2)
+    outbox.send_frame(to, b"x" * 20)
+    until(lambda: (there.transport.refused, there.transport.malformed_frames) == (2, 1))
     assert pair_threads() == 0
     outbox.close()
+
+
+def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
+    chance, before = random.Random(5), listening_addresses()
+    patient = msgspec.structs.replace(FAST, connect_timeout_s=2.0, move_timeout_s=2.0)
+    here, there = Side("a", patient), Side("b", patient)
+    try:
+        there.transport.expect("t", [5])
+        remote = here.transport.connect(there.memory)
+        here.write(remote, [3], [5])
+        opened = listening_addresses() - before
+        assert opened
+        for _, port in opened:
+            for _ in range(CONNECTIONS):
+                knock(port, chance)
+        here.write(remote, [3], [5])
+    finally:
+        here.transport.close()
+        there.transport.close()
 
 
 @pytest.mark.parametrize(
@@ -322,11 +338,9 @@ def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> Non
     [(0, [1]), (-4, [1]), (64, []), (64, [-1]), (64, [1 << 60]), (1 << 40, [0]), (512, [0] * (1 << 18))],
 )
 def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
-    sides: tuple[Side, Side], unit_bytes: int, units: list[int]
+    linked: Linked, unit_bytes: int, units: list[int]
 ) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+    here, there, remote = linked
     here.write(remote, [3], [5])
     before = there.tensor.clone()
     [callee] = there.transport.callees.values()
@@ -339,11 +353,9 @@ def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
 
 @pytest.mark.parametrize("call", ["scatter", "blocks_of"])
 def test_a_write_that_the_peer_had_no_memory_for_is_not_called_done(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, call: str
+    linked: Linked, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    here, there = sides
-    there.transport.expect("t", [5])
-    remote = here.transport.connect(there.memory)
+    here, _, remote = linked
 
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

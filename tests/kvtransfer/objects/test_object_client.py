@@ -24,6 +24,7 @@ from tandem.kvtransfer.objects.inquiries import ANSWER_S, Inquiries, StoredPrefi
 from tandem.kvtransfer.objects.options import AccessKeys, CredentialFile, ObjectOptions
 from tandem.kvtransfer.objects.signing import signed
 from tandem.kvtransfer.offload.spec import create_tier
+from tests.clock import Clock
 
 PATIENCE_S = 20.0
 CHUNK = bytes(range(256)) * 4096
@@ -167,13 +168,6 @@ def test_an_object_that_does_not_arrive_whole_is_not_taken_for_a_damaged_one(
 KEYS = [number.to_bytes(32, "big") for number in range(1000)]
 THERE = 600
 AWAY_S = 0.12  # from a question to its answer
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FarStore:

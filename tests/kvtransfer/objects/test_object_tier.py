@@ -16,6 +16,7 @@ from tandem.kvtransfer.objects.tier import ObjectTier
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread, TierSurroundings
 from tandem.kvtransfer.offload.patience import FIRST_OUT_S
 from tandem.kvtransfer.offload.spec import Copy, Tier
+from tests.clock import Clock
 from tests.kvtransfer.objects.seaweed import SeaweedStore
 from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
 from tests.waiting import until
@@ -31,19 +32,12 @@ def _quick_eras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiries, "ANSWER_S", PATIENCE_S)  # the machine may be busy
 
 
-class TierClock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class StoreNode:
     """A tier of a node, and its device's cache. Each has the same model."""
 
     def __init__(self, url: str, seaweed: SeaweedStore, factor: int = 1, model: str = "m") -> None:
         self.cache = KVCacheMemory(torch.rand(32, 2, 2, 3, 4, 8), model, 2, 1, 100)
-        self.clock = TierClock()
+        self.clock = Clock()
         self.url = url
         options = {"url": url, "credentials": str(seaweed.credentials)}
         config = TierConfig(spec="objects", options=options, block_factor=factor)

@@ -47,6 +47,15 @@ def open_file(folder: Path, name: str = "m") -> SlotFile:
     return SlotFile(folder, name, SLOTS, HEADER_BYTES + CHUNK)
 
 
+def found_again(file: SlotFile, folder: Path) -> list[tuple[bytes, int]]:
+    """What a restarted node finds in this file."""
+    file.close()
+    again = open_file(folder)
+    content = again.content()
+    again.close()
+    return content
+
+
 def memory(num_blocks: int = 16) -> KVCacheMemory:
     return KVCacheMemory(torch.rand(num_blocks, 2, 2, 3, 4, 8), "m", 2, 1, 100)
 
@@ -132,10 +141,7 @@ def test_what_was_forgotten_is_not_found_after_a_restart_nor_what_was_on_its_way
     file.write(2, KEYS[2], memoryview(chunk_of(KEYS[2])), 1)
     into = memoryview(bytearray(CHUNK))
     assert [file.read(slot, KEYS[slot], into) for slot in range(3)] == [False, False, True]
-    file.close()
-    file = open_file(tmp_path)
-    assert file.content() == [(KEYS[2], 2)]
-    file.close()
+    assert found_again(file, tmp_path) == [(KEYS[2], 2)]
 
 
 def full_disk(*_: object) -> int:
@@ -154,8 +160,7 @@ def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(tmp_path: P
     file = open_file(tmp_path)
     assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
     expect_full_disk(file.forget_all)
-    file.close()
-    assert open_file(tmp_path).content() == []
+    assert found_again(file, tmp_path) == []
 
 
 def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(tmp_path: Path) -> None:
@@ -164,8 +169,7 @@ def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(t
     expect_full_disk(lambda: file.forget({KEYS[0]}))
     file.forget({KEYS[0]})  # it is tried again
     assert file.write(1, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
-    file.close()
-    assert open_file(tmp_path).content() == [(KEYS[1], 1)]
+    assert found_again(file, tmp_path) == [(KEYS[1], 1)]
 
 
 def test_what_is_stored_after_everything_was_forgotten_at_the_second_try_is_read(tmp_path: Path) -> None:
@@ -174,10 +178,7 @@ def test_what_is_stored_after_everything_was_forgotten_at_the_second_try_is_read
     file.forget_all()  # it is tried again
     assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 1)
     assert file.read(0, KEYS[0], into)
-    file.close()
-    file = open_file(tmp_path)
-    assert file.content() == [(KEYS[0], 0)]
-    file.close()
+    assert found_again(file, tmp_path) == [(KEYS[0], 0)]
 
 
 def test_a_key_that_a_failed_write_has_left_in_its_slot_can_be_forgotten(
@@ -189,10 +190,7 @@ def test_a_key_that_a_failed_write_has_left_in_its_slot_can_be_forgotten(
         patched.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
         assert not file.write(0, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
     file.forget({KEYS[0]})
-    file.close()
-    file = open_file(tmp_path)
-    assert file.content() == []
-    file.close()
+    assert found_again(file, tmp_path) == []
 
 
 def test_a_disk_that_fails_once_while_it_is_opened_says_why_and_is_found_again(
@@ -212,9 +210,7 @@ def test_a_disk_that_fails_once_while_it_is_opened_says_why_and_is_found_again(
         patched.setattr(disk.os, "pread", unreadable)  # type: ignore[attr-defined]
         with pytest.raises(TierUnavailable, match=r"disk .*Input/output error"):
             open_file(tmp_path)
-    file = open_file(tmp_path)
-    assert file.content() == [(KEYS[0], 0)]
-    file.close()
+    assert found_again(open_file(tmp_path), tmp_path) == [(KEYS[0], 0)]
 
 
 def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
@@ -239,11 +235,9 @@ def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Pa
     assert not write(in_line)
     assert write(manager.prepare_store(KEYS[10:11])), "what is computed later is stored"
     manager.check_integrity()
-    file.close()
-    file = open_file(tmp_path)
-    assert {KEYS[5], KEYS[6], KEYS[7], KEYS[10]} <= {key for key, _ in file.content()}
-    assert not {KEYS[1], KEYS[4]} & {key for key, _ in file.content()}
-    file.close()
+    found = {key for key, _ in found_again(file, tmp_path)}
+    assert {KEYS[5], KEYS[6], KEYS[7], KEYS[10]} <= found
+    assert not {KEYS[1], KEYS[4]} & found
 
 
 @pytest.mark.parametrize("harm", ["", "torn", "of another generation"])

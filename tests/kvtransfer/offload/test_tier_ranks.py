@@ -7,8 +7,9 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,14 +132,24 @@ def test_a_store_is_told_when_the_device_has_computed_it_and_holds_up_no_load(co
         step, load = StepOnDevice(), Copy(3, [5], [4], KEYS[:1])
         here.lines.post(MakeCopies(0, [Copy(2, [1], [7], KEYS[:1])], []), step)
         here.lines.post(MakeCopies(0, [], [load]), None)
-        until = time.monotonic() + PATIENCE_S
-        while not (ended := here.lines.take_ended(0)):
-            assert time.monotonic() < until
-        assert ended == {3: True}
+        until(lambda: here.lines.take_ended(0) == {3: True})
         step.happened.set()
-        while not (ended := here.lines.take_ended(0)):
-            assert time.monotonic() < until
-        assert ended == {2: True}
+        until(lambda: here.lines.take_ended(0) == {2: True})
+
+
+def instead_of_copies(
+    monkeypatch: pytest.MonkeyPatch, memory: KVCacheMemory, copy_there: Callable[[Copy, Callable[[], bool]], bool]
+) -> None:
+    """What the rank with this memory does, given a copy and what it would do."""
+    for kind in (HostCopier, DiskCopier):
+
+        def patched(self: Any, job: Copy, *args: Any, copy: Any = kind.copy) -> bool:
+            where = self._tensor if isinstance(self, HostCopier) else self._blocks
+            if where.data_ptr() == memory.tensor.data_ptr():
+                return copy_there(job, lambda: bool(copy(self, job, *args)))
+            return bool(copy(self, job, *args))
+
+        monkeypatch.setattr(kind, "copy", patched)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -146,15 +157,7 @@ def test_a_copy_that_is_wrong_at_one_rank_is_wrong(
     config: TierConfig, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memories = caches()
-    for kind in (HostCopier, DiskCopier):
-        copy = kind.copy
-
-        def spoiled(self: object, job: Copy, *args: object, copy: object = copy) -> bool:
-            right = copy(self, job, *args)  # type: ignore[operator]
-            where = self._tensor if isinstance(self, HostCopier) else self._blocks  # type: ignore[attr-defined]
-            return bool(right and (job.job != 1 or where.data_ptr() != memories[rank].tensor.data_ptr()))
-
-        monkeypatch.setattr(kind, "copy", spoiled)
+    instead_of_copies(monkeypatch, memories[rank], lambda job, copy: copy() and job.job != 1)
     with node(config, memories) as here:
         here.tier.mover.submit([STORE], [])
         here.tier.mover.submit([Copy(2, [1], [3], KEYS[:1])], [])
@@ -162,24 +165,13 @@ def test_a_copy_that_is_wrong_at_one_rank_is_wrong(
 
 
 def test_a_copy_has_ended_when_it_has_at_all_ranks(config: TierConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    memories, go_on, over = caches(), threading.Event(), []
-    for kind in (HostCopier, DiskCopier):
-        copy = kind.copy
-
-        def late(self: object, job: Copy, *args: object, copy: object = copy) -> bool:
-            where = self._tensor if isinstance(self, HostCopier) else self._blocks  # type: ignore[attr-defined]
-            if where.data_ptr() == memories[2].tensor.data_ptr():
-                assert go_on.wait(PATIENCE_S)
-            right: bool = copy(self, job, *args)  # type: ignore[operator]
-            over.append(job.job)
-            return right
-
-        monkeypatch.setattr(kind, "copy", late)
+    memories, go_on, over = caches(), threading.Event(), list[int]()
+    for rank in (0, 1, 3):
+        instead_of_copies(monkeypatch, memories[rank], lambda job, copy: copy() and over.append(job.job) is None)
+    instead_of_copies(monkeypatch, memories[2], lambda job, copy: go_on.wait(PATIENCE_S) and copy())
     with node(config, memories) as here:
         here.tier.mover.submit([STORE], [])
-        until = time.monotonic() + PATIENCE_S
-        while len(over) < 3:
-            assert time.monotonic() < until
+        until(lambda: len(over) == 3)
         assert not here.tier.mover.take_ended()
         go_on.set()
         assert here.ended(1) == {1: True}
@@ -189,16 +181,7 @@ def test_what_one_rank_gives_up_is_given_up_and_leaves_the_tier_out(
     config: TierConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memories, go_on = caches(), threading.Event()
-    for kind in (HostCopier, DiskCopier):
-        copy = kind.copy
-
-        def hangs(self: object, job: Copy, *args: object, copy: object = copy) -> bool:
-            where = self._tensor if isinstance(self, HostCopier) else self._blocks  # type: ignore[attr-defined]
-            if where.data_ptr() == memories[2].tensor.data_ptr():
-                assert go_on.wait(PATIENCE_S)
-            return bool(copy(self, job, *args))  # type: ignore[operator]
-
-        monkeypatch.setattr(kind, "copy", hangs)
+    instead_of_copies(monkeypatch, memories[2], lambda job, copy: go_on.wait(PATIENCE_S) and copy())
     with node(config, memories) as here:
         here.tier.mover.submit([dataclasses.replace(STORE, within_s=0.0)], [])
         assert here.ended(1) == {1: None}
@@ -208,9 +191,8 @@ def test_what_one_rank_gives_up_is_given_up_and_leaves_the_tier_out(
         go_on.set()
 
 
-def test_a_node_whose_rank_has_a_disk_that_does_not_answer_starts_without_the_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def has_hanging_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Rank 2 opens its file when the event is set."""
     go_on, made = threading.Event(), disk.SlotFile.__init__
 
     def hangs(self: disk.SlotFile, folder: Path, *args: object) -> None:
@@ -220,6 +202,13 @@ def test_a_node_whose_rank_has_a_disk_that_does_not_answer_starts_without_the_ti
 
     monkeypatch.setattr(disk.SlotFile, "__init__", hangs)
     monkeypatch.setattr(disk, "OPEN_S", 0.2)
+    return go_on
+
+
+def test_a_node_whose_rank_has_a_disk_that_does_not_answer_starts_without_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = has_hanging_disk(monkeypatch)
     with node(TierConfig(disk=str(tmp_path), size=1 << 20)) as here:
         assert "rank 2: its disk has not answered" in here.tier.status().left_out
         here.tier.mover.submit([STORE], [])
@@ -234,16 +223,8 @@ def test_what_is_forgotten_while_a_rank_has_no_tier_does_not_come_back(
     with node(config) as here:
         here.tier.mover.submit([STORE], [])
         assert here.ended(1) == {1: True}
-    go_on, made = threading.Event(), disk.SlotFile.__init__
-
-    def hangs(self: disk.SlotFile, folder: Path, *args: object) -> None:
-        if folder.name == "rank2of4":
-            assert go_on.wait(PATIENCE_S)
-        made(self, folder, *args)  # type: ignore[arg-type]
-
     with monkeypatch.context() as patched:
-        patched.setattr(disk.SlotFile, "__init__", hangs)
-        patched.setattr(disk, "OPEN_S", 0.2)
+        go_on = has_hanging_disk(patched)
         with node(config) as here:
             here.tier.manager.reset()
             assert isinstance(here.tier.spec, TierOfRanks)

@@ -26,17 +26,11 @@ from tandem.kvtransfer.offload.patience import (
     Hold,
 )
 from tandem.kvtransfer.offload.spec import Copy, Tier
+from tests.clock import Clock
 from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
 from tests.waiting import until
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Disk:
@@ -69,18 +63,36 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made.go_on.set()
 
 
-def memory() -> KVCacheMemory:
-    return KVCacheMemory(torch.rand(16, 2, 2, 3, 4, 8), "m", 2, 1, 100)
+class Tiers:
+    """Tiers of one node, one after the other, on a clock that the test sets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "kv"
+        self.cache = KVCacheMemory(torch.rand(16, 2, 2, 3, 4, 8), "m", 2, 1, 100)
+        self.clock = Clock()
+        self.tier: Tier | None = None
+
+    def open(self) -> Tier:
+        self.close()
+        config = TierConfig(disk=str(self.folder), size=8 * (HEADER_BYTES + self.cache.block_bytes))
+        self.tier = Tier(DiskTier(config, TierSurroundings(self._thread)), config.block_factor)
+        self.tier.open(self.cache, lambda: None)
+        return self.tier
+
+    def _thread(self, copier: Copier, wake: Callable[[], None], name: str) -> CopyThread:
+        return CopyThread(copier, wake, name, self.clock)
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
 
 
-def open_tier(folder: Path, cache: KVCacheMemory, clock: Clock) -> Tier:
-    def with_clock(copier: Copier, wake: Callable[[], None], name: str) -> CopyThread:
-        return CopyThread(copier, wake, name, clock)
-
-    config = TierConfig(disk=str(folder), size=8 * (HEADER_BYTES + cache.block_bytes))
-    tier = Tier(DiskTier(config, TierSurroundings(with_clock)), config.block_factor)
-    tier.open(cache, lambda: None)
-    return tier
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    made = Tiers(tmp_path)
+    yield made
+    made.close()
 
 
 def thread_of(tier: Tier) -> CopyThread:
@@ -96,8 +108,8 @@ def store(tier: Tier, job: int, keys: list[bytes], blocks: list[int]) -> None:
     tier.manager.complete_store(room, written=True)
 
 
-def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier(tmp_path, memory(), Clock())
+def test_copies_that_a_full_disk_refuses_are_counted(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = tiers.open()
     room = tier.manager.prepare_store(KEYS[:1])
     assert room is not None
 
@@ -108,12 +120,10 @@ def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch
     tier.mover.submit([Copy(1, [1], room.slots, room.keys)], [])
     assert ended(tier.mover, 1) == {1: False}
     assert (tier.status().given_up, tier.status().stored_bytes) == (1, 0)
-    tier.close()
 
 
-def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(tmp_path: Path, hung: Disk) -> None:
-    cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock)
+def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(tiers: Tiers, hung: Disk) -> None:
+    tier, cache, clock = tiers.open(), tiers.cache, tiers.clock
     store(tier, 0, KEYS[:2], [1, 2])
     hung.hang("read")
     slots = tier.manager.prepare_load(KEYS[:1])
@@ -139,13 +149,11 @@ def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(tm
     tier.mover.submit([], [Copy(4, [5, 6], slots, KEYS[:2])])
     assert ended(tier.mover, 4) == {4: True}
     assert torch.equal(cache.tensor[[5, 6]], before[[1, 2]])
-    tier.close()
 
 
 @pytest.mark.parametrize("call", ["write", "forget_all"])
-def test_a_write_that_does_not_return_holds_no_block(tmp_path: Path, hung: Disk, call: str) -> None:
-    cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock)
+def test_a_write_that_does_not_return_holds_no_block(tiers: Tiers, hung: Disk, call: str) -> None:
+    tier, clock = tiers.open(), tiers.clock
     store(tier, 0, KEYS[:1], [1])
     hung.hang(call)
     if call == "forget_all":
@@ -157,12 +165,11 @@ def test_a_write_that_does_not_return_holds_no_block(tmp_path: Path, hung: Disk,
     clock.now += 100.0
     thread_of(tier).look()
     assert tier.mover.take_ended() == {1: None}
-    tier.close()  # does not wait for it
+    tiers.close()  # does not wait for it
 
 
-def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_start(tmp_path: Path, hung: Disk) -> None:
-    cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock)
+def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_start(tiers: Tiers, hung: Disk) -> None:
+    tier = tiers.open()
     store(tier, 0, KEYS[:1], [1])
     hung.hang("read")
     slots = tier.manager.prepare_load(KEYS[:1])
@@ -170,40 +177,35 @@ def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_star
     assert hung.entered.wait(PATIENCE_S)
     tier.manager.reset()
     hung.go_on.set()
-    tier.close()
-    tier = open_tier(tmp_path, cache, clock)
+    tier = tiers.open()
     assert tier.manager.lookup(KEYS[:1]) == 0
-    tier.close()
 
 
 def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, hung: Disk
 ) -> None:
-    cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock)
+    tier = tiers.open()
     store(tier, 0, KEYS[:2], [1, 2])
-    tier.close()
+    tiers.close()
     monkeypatch.setattr(disk, "OPEN_S", 0.05)
     hung.hang("__init__")
-    tier = open_tier(tmp_path, cache, clock)
+    tier = tiers.open()
     assert "not answered since the start" in tier.status().left_out
     tier.mover.submit([Copy(1, [2], [3], [KEYS[2]])], [])
     assert tier.mover.take_ended() == {1: None}
     hung.go_on.set()
     until(lambda: not tier.mover.left_out)
     assert tier.manager.lookup(KEYS) == 2
-    tier.close()
 
 
 @pytest.mark.parametrize("harm", ["full", "gone", "broken"])
 def test_a_node_starts_while_its_disk_cannot_be_used_and_finds_what_is_there_when_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+    tmp_path: Path, tiers: Tiers, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     """A tier is only a cache: without this, the end of a node on a machine whose disk is full would be the end of its service."""
-    cache, clock, folder = memory(), Clock(), tmp_path / "kv"
-    tier = open_tier(folder, cache, clock)
+    tier, clock, folder = tiers.open(), tiers.clock, tiers.folder
     store(tier, 0, KEYS[:2], [1, 2])
-    tier.close()
+    tiers.close()
 
     def broken(*_: object) -> bytes:
         raise OSError(5, "Input/output error")
@@ -217,7 +219,7 @@ def test_a_node_starts_while_its_disk_cannot_be_used_and_finds_what_is_there_whe
             folder.write_text("of something else")
         else:
             patched.setattr(SystemFile, "read", broken)
-        tier = open_tier(folder, cache, clock)
+        tier = tiers.open()
         why = {"full": "0 MiB are left", "gone": "File exists", "broken": "Input/output error"}[harm]
         assert why in tier.status().left_out
         tier.mover.submit([Copy(1, [2], [3], [KEYS[2]])], [])
@@ -229,46 +231,39 @@ def test_a_node_starts_while_its_disk_cannot_be_used_and_finds_what_is_there_whe
     tier.mover.submit([], [])
     until(lambda: not tier.mover.left_out)
     assert tier.manager.lookup(KEYS) == 2
-    tier.close()
 
 
-def test_a_tier_that_could_never_be_opened_ends_without_delay(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    tier = open_tier(tmp_path / "file", memory(), Clock())
+def test_a_tier_that_could_never_be_opened_ends_without_delay(tiers: Tiers) -> None:
+    tiers.folder.write_text("x")
+    tier = tiers.open()
     tier.manager.reset()
-    tier.close()
+    tiers.close()
     until(lambda: not any(thread.is_alive() for thread in thread_of(tier)._threads))
 
 
-def test_several_that_find_at_once_that_a_tier_does_not_work_leave_it_out_once(tmp_path: Path) -> None:
+def test_several_that_find_at_once_that_a_tier_does_not_work_leave_it_out_once(tiers: Tiers) -> None:
     """As the threads that ask an object store do when it hangs."""
-    clock = Clock()
-    tier = open_tier(tmp_path, memory(), clock)
+    tier, clock = tiers.open(), tiers.clock
     for _ in range(4):
         tier.mover.leave_out("it did not answer in time")
     clock.now += FIRST_OUT_S
     tier.mover.submit([], [])
     until(lambda: not tier.mover.left_out)
-    tier.close()
 
 
-def test_a_tier_that_ends_while_it_is_left_out_lets_its_file_go(tmp_path: Path) -> None:
+def test_a_tier_that_ends_while_it_is_left_out_lets_its_file_go(tiers: Tiers) -> None:
     """As when a node changes its role: the next one is in the same process."""
-    cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock)
+    tier = tiers.open()
     store(tier, 0, KEYS[:2], [1, 2])
     tier.mover.leave_out("a load was not done in its time")
     until(lambda: bool(tier.mover.left_out))
-    tier.close()
-    tier = open_tier(tmp_path, cache, clock)
+    tier = tiers.open()
     assert tier.manager.lookup(KEYS) == 2
-    tier.close()
 
 
-def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(tmp_path: Path, hung: Disk) -> None:
+def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(tiers: Tiers, hung: Disk) -> None:
     """A disk that cannot keep up with what is computed is no reason to leave it out."""
-    clock = Clock()
-    tier = open_tier(tmp_path, memory(), clock)
+    tier, clock = tiers.open(), tiers.clock
     hung.hang("write")
     tier.mover.submit([Copy(1, [1], [0], KEYS[:1], within_s=100.0)], [])
     assert hung.entered.wait(PATIENCE_S)
@@ -279,7 +274,6 @@ def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(tmp_path: P
     assert not tier.mover.left_out
     hung.go_on.set()
     assert ended(tier.mover, 1) == {1: True}
-    tier.close()
 
 
 def test_a_copy_that_is_given_up_touches_no_block() -> None:

@@ -22,7 +22,7 @@ from tandem.router.batches.wing import Batches
 from tandem.router.config import ApiKey, Limits
 from tandem.wire.nodes import Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -325,7 +325,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", on_a_full_disk)
         refused = put(router, jsonl([line("a")]))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "insufficient_storage")
+    assert error_of(refused, 507)["code"] == "insufficient_storage"
     until(lambda: not list((tmp_path / "batches" / "files").iterdir()))
     assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed"
 
@@ -346,8 +346,7 @@ def test_a_disk_that_hangs_keeps_only_who_needs_it_waiting(
     monkeypatch.setattr(runner, "STOP_S", 0.2)
     try:
         for _ in range(3):
-            refused = put(router, jsonl([line("a")]))
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "batch_store_unavailable")
+            assert error_of(put(router, jsonl([line("a")])), 503)["code"] == "batch_store_unavailable"
         # One that is tokenized by the threads that all requests share.
         assert router.complete(prompt="the fox " * 400, max_tokens=2).status_code == 200
         assert {name.partition("_")[0] for name in threads} == {"batches"}

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import ApiKey, Heartbeat
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import scripted
 from tests.small_model import HERMES, PARIS, THOUGHT
 
@@ -102,8 +102,8 @@ def test_thinking_is_turned_off(router: RunningRouter) -> None:
         assert router.prompt.endswith("</think>\n\n") is closed
 
 
-def test_how_an_answer_ends(start_router: StartRouter, tokenizer: Tokenizer, end_token: int) -> None:
-    router = start_router(rule=scripted([*tokenizer.encode("one two three", special=False), end_token]))
+def test_how_an_answer_ends(start_saying: StartRouter) -> None:
+    router = start_saying("one two three")
     body = {"max_tokens": 100, "messages": ASK}
     for fields, text, reason, stop in (
         ({}, "one two three", "end_turn", None),
@@ -162,8 +162,7 @@ def test_anthropics_header_carries_the_key(start_router: StartRouter) -> None:
     body = {"max_tokens": 2, "messages": ASK}
     assert router.client.post("/v1/messages", json=body, headers={"x-api-key": "secret"}).status_code == 200
     refused = router.client.post("/v1/messages", json=body, headers={"x-api-key": "wrong"})
-    assert refused.status_code == 401
-    assert refused.json()["error"]["type"] == "authentication_error"
+    assert error_of(refused, 401)["type"] == "authentication_error"
 
 
 def test_a_call_that_was_cut_off_is_told(router: RunningRouter) -> None:

@@ -9,6 +9,7 @@ from wsproto.events import CloseConnection, RejectConnection
 
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter
+from tests.router.realtime.test_router_realtime import ask
 
 pytest.importorskip("tandem.router.realtime")
 
@@ -17,10 +18,7 @@ def test_a_conversation_goes_to_the_model_that_its_address_names(two: tuple[Runn
     front, code = two
     with closing(RealtimeClient(front.url, query="?model=code")) as client:
         assert client.hear("session.created")["session"]["model"] == "code"
-        for text in ("h", "i"):
-            client.say("input_text_buffer.append", text=text)
-        client.say("input_text_buffer.commit")
-        client.say("response.create", response={"seed": 3, "max_output_tokens": 5, "temperature": 1.0})
+        ask(client, "h", "i", seed=3, max_output_tokens=5, temperature=1.0)
         said = client.hear("response.output_text.done")["text"]
         client.hear("response.done")
     chat = code.chat("hi", seed=3, max_tokens=5, temperature=1.0).json()
@@ -51,9 +49,7 @@ def test_a_conversation_ends_with_the_client_with_the_other_router_and_with_this
     node = code.nodes["d0"]
     node.set(pause_at=2)
     with closing(RealtimeClient(front.url, query="?model=code")) as client:
-        client.say("input_text_buffer.append", text="hi")
-        client.say("input_text_buffer.commit")
-        client.say("response.create", response={"max_output_tokens": 50})
+        ask(client, "hi", max_output_tokens=50)
         node.wait_until(lambda: bool(node.submits), "the other router has sent it to a node")
     node.wait_until(lambda: bool(node.cancels), "its node hears that it is not wanted")
     with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.router.config import ApiKey
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 pytest.importorskip("tandem.router.responses")
 
@@ -28,18 +28,14 @@ def test_a_response_is_found_by_its_id_at_whichever_deployment_made_it(
     assert "response.incomplete" in front.client.get(path, params={"stream": "true"}).text
     assert front.client.post(f"{path}/cancel").json()["status"] == "incomplete"
     code.call(code.server.stop())
-    away = front.client.get(path)
-    assert away.status_code == 503
-    assert "the routers of these models do not answer: fast-code" in away.json()["error"]["message"]
+    assert "the routers of these models do not answer: fast-code" in error_of(front.client.get(path), 503)["message"]
 
 
 def test_a_response_that_no_router_has_is_not_looked_for_for_ever(start_router: StartRouter) -> None:
     first = start_router(model_name="one")
     second = start_router(model_name="two", other_models={"one": first.url})
     third = start_router(model_name="three", other_models={"two": second.url})
-    answer = third.client.get(f"/v1/responses/resp_{'0' * 48}")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "response_not_found"
+    assert error_of(third.client.get(f"/v1/responses/resp_{'0' * 48}"), 404)["code"] == "response_not_found"
 
 
 def test_a_router_that_does_not_know_the_key_has_no_response_of_it(start_router: StartRouter) -> None:
@@ -47,5 +43,4 @@ def test_a_router_that_does_not_know_the_key_has_no_response_of_it(start_router:
     front = start_router(other_models={"code": code.url}, api_keys=(ApiKey(name="a", key="secret-of-a"),))
     headers = {"authorization": "Bearer secret-of-a"}
     answer = front.client.get(f"/v1/responses/resp_{'0' * 48}", headers=headers)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "response_not_found"
+    assert error_of(answer, 404)["code"] == "response_not_found"

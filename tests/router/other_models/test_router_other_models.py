@@ -10,7 +10,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "seed": 3}
 
@@ -51,16 +51,13 @@ def test_all_are_listed_and_what_none_has_is_refused_with_their_names(two: tuple
     listed = [card["id"] for card in front.client.get("/v1/models").json()["data"]]
     assert listed == ["fake", "code", "fast-code"]
     assert front.client.get("/v1/models/code").json()["max_model_len"] > 0, "as its own router says"
-    unknown = ask(front, model="none")
-    assert unknown.status_code == 404
-    assert "this server has fake, code, fast-code" in unknown.json()["error"]["message"]
+    assert "this server has fake, code, fast-code" in error_of(ask(front, model="none"), 404)["message"]
 
 
 def test_what_the_other_router_refuses_is_refused_in_its_words(two: tuple[RunningRouter, RunningRouter]) -> None:
     front, _ = two
     answer = ask(front, model="fast-code")  # a name that it does not know itself
-    assert answer.status_code == 404
-    assert "this server has code" in answer.json()["error"]["message"]
+    assert "this server has code" in error_of(answer, 404)["message"]
     assert front.client.post("/tokenize", json={"model": "code", "prompt": "a b"}).status_code == 200
 
 
@@ -91,8 +88,7 @@ def test_a_router_that_is_away_is_unavailable_and_one_that_dies_ends_a_stream_wi
     code = start_router(model_name="code")
     front = start_router(other_models={"code": code.url, "away": "http://127.0.0.1:9"})
     away = ask(front, model="away")
-    assert away.status_code == 503
-    assert "the router of the model 'away' does not answer" in away.json()["error"]["message"]
+    assert "the router of the model 'away' does not answer" in error_of(away, 503)["message"]
     code.nodes["d0"].set(pause_at=2)
     with front.client.stream("POST", "/v1/chat/completions", json={**CHAT, "model": "code", "stream": True}) as answer:
         lines = answer.iter_lines()
@@ -106,9 +102,7 @@ def test_two_routers_that_name_each_other_do_not_pass_it_on_for_ever(start_route
     first = start_router(model_name="one")
     second = start_router(model_name="two", other_models={"three": first.url})
     third = start_router(model_name="four", other_models={"three": second.url})
-    answer = ask(third, model="three")
-    assert answer.status_code == 404
-    assert "two routers name each other" in answer.json()["error"]["message"]
+    assert "two routers name each other" in error_of(ask(third, model="three"), 404)["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,8 +23,7 @@ from tandem.router.processes import sockets
 from tandem.router.processes.sockets import SiblingProcesses
 from tandem.router.processes.wing import Processes, SiblingReports
 from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.event_reader import EventReader
+from tests.router.conftest import RunningRouter, StartRouter, bearer
 from tests.router.test_router_pool import World, info, status
 
 BODY = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
@@ -45,10 +45,7 @@ def start_pair(start_router: StartRouter, api_keys: tuple[ApiKey, ...] = ()) -> 
     """Two on one port, which know each other."""
     first = start_router(api_keys=api_keys)
     door = first.look(lambda: first.server.door)
-    second = start_router(prefill=0, decode=0, door=door, api_keys=api_keys)
-    second.board, second.nodes = first.board, first.nodes
-    second.announce()
-    second.wait_ready()
+    second = start_router(prefill=0, decode=0, door=door, api_keys=api_keys).join(first)
     second.wait_for(lambda: second.server.accepts, "it accepts")
     introduce(first, second)
     return first, second
@@ -60,9 +57,11 @@ def introduce(*routers: RunningRouter) -> None:
         router.look(lambda router=router: router.server.set_siblings(desks))  # type: ignore[misc]
 
 
-def on_new_connection(router: RunningRouter, path: str) -> httpx.Response:
+def on_new_connection(
+    router: RunningRouter, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
     with router.new_client() as client:
-        return client.get(path)
+        return client.request("GET" if body is None else "POST", path, json=body, headers=headers)
 
 
 def sample(text: str, name: str) -> float:
@@ -72,8 +71,7 @@ def sample(text: str, name: str) -> float:
 
 def ask_many(router: RunningRouter, count: int) -> None:
     for _ in range(count):
-        with router.new_client() as client:
-            assert client.post("/v1/completions", json=BODY).status_code == 200
+        assert on_new_connection(router, "/v1/completions", BODY).status_code == 200
 
 
 def test_connections_are_shared_evenly(pair: Pair) -> None:
@@ -188,9 +186,8 @@ def test_load_cluster_and_the_page_add_up(pair: Pair) -> None:
 def test_a_trace_is_found_in_either(pair: Pair) -> None:
     first, _ = pair
     for number in range(8):
-        with first.new_client() as client:
-            headers = {"x-tandem-trace": "1", "x-request-id": f"asked-{number}"}
-            assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+        headers = {"x-tandem-trace": "1", "x-request-id": f"asked-{number}"}
+        assert on_new_connection(first, "/v1/completions", BODY, headers).status_code == 200
     listed = on_new_connection(first, "/traces").json()
     assert {one["request_id"] for one in listed["traces"]} == {f"asked-{number}" for number in range(8)}
     for number in range(8):
@@ -200,17 +197,15 @@ def test_a_trace_is_found_in_either(pair: Pair) -> None:
 
 def test_a_stored_response_is_gone_on_with_and_deleted_by_either(pair: Pair) -> None:
     first, second = pair
-    with first.new_client() as client:
-        made = client.post("/v1/responses", json={"model": "fake", "input": "hi", "max_output_tokens": 3})
-    name = made.json()["id"]
+    asked = {"model": "fake", "input": "hi", "max_output_tokens": 3}
+    name = on_new_connection(first, "/v1/responses", asked).json()["id"]
     for router in pair:
         found = router.call(find(router, name))
         assert found["id"] == name
         assert found["status"] in ("completed", "incomplete")
-    again = {"model": "fake", "input": "and?", "max_output_tokens": 3, "previous_response_id": name}
     for _ in range(4):
-        with first.new_client() as client:
-            assert client.post("/v1/responses", json=again).status_code == 200
+        again = {**asked, "previous_response_id": name}
+        assert on_new_connection(first, "/v1/responses", again).status_code == 200
     with first.new_client() as client:
         assert client.delete(f"/v1/responses/{name}").json()["deleted"]
     for _ in range(4):
@@ -229,9 +224,8 @@ def test_a_response_that_was_cancelled_is_gone_on_with_by_neither(pair: Pair) ->
         router.wait_for(router.idle, "nothing is left of it")
     again = {"model": "fake", "input": "and?", "max_output_tokens": 3, "previous_response_id": name}
     for _ in range(8):
-        with first.new_client() as client:
-            answer = client.post("/v1/responses", json=again)
-            assert (answer.status_code, "cancelled" in answer.text) == (400, True)
+        answer = on_new_connection(first, "/v1/responses", again)
+        assert (answer.status_code, "cancelled" in answer.text) == (400, True)
 
 
 async def find(router: RunningRouter, name: str) -> dict[str, object]:
@@ -262,23 +256,18 @@ def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
             router.wait_for(lambda tenant=tenant: tenant.running_everywhere == running, f"{running} run")  # type: ignore[misc]
 
     first.set(pause_at=1)
-    headers = {"authorization": "Bearer secret"}
     streams = []
     for number in range(2):
-        streams.append(
-            EventReader(first.url, "/v1/completions", {**BODY, "max_tokens": 5, "stream": True}, headers=headers)
-        )
+        streams.append(first.stream(headers=bearer("secret"), max_tokens=5))
         assert streams[-1].read_header() == 200
         both_count(number + 1)
     for _ in range(4):
-        with first.new_client() as client:
-            assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 429
+        assert on_new_connection(first, "/v1/completions", BODY, bearer("secret")).status_code == 429
     first.set(pause_at=None)
     for stream in streams:
         stream.text()
     both_count(0)
-    with first.new_client() as client:
-        assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+    assert on_new_connection(first, "/v1/completions", BODY, bearer("secret")).status_code == 200
 
 
 async def introduced(*several: SiblingProcesses) -> None:

@@ -13,7 +13,7 @@ from tandem.base.errors import Overloaded
 from tandem.base.wings import is_there
 from tandem.router.quotes.first_tokens import LEAST
 from tandem.wire.requests import NodeCounters
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.event_reader import EventReader
 
 HEADER = "x-tandem-quote"
@@ -26,13 +26,11 @@ PATHS = [COMPLETIONS, CHAT, *([MESSAGES] if is_there("tandem.router.messages") e
 def ask(
     router: RunningRouter, confidence: str = "0.9", asked: tuple[str, Any] = COMPLETIONS, **fields: Any
 ) -> httpx.Response:
-    body = {"model": "fake", "max_tokens": 3, **asked[1], **fields}
-    return router.client.post(asked[0], json=body, headers={HEADER: confidence})
+    return router.ask(asked[0], headers={HEADER: confidence}, **{"max_tokens": 3, **asked[1], **fields})
 
 
-def stream(router: RunningRouter, confidence: str = "0.9", url: str = "", **fields: Any) -> EventReader:
-    body = {"model": "fake", "prompt": "the fox", "stream": True, "max_tokens": 3, **fields}
-    return EventReader(url or router.url, "/v1/completions", body, headers={HEADER: confidence})
+def stream(router: RunningRouter, confidence: str = "0.9", **fields: Any) -> EventReader:
+    return router.stream(headers={HEADER: confidence}, **{"max_tokens": 3, **fields})
 
 
 def quoted(text: str) -> float:
@@ -87,8 +85,7 @@ def test_what_is_no_confidence_is_refused(router: RunningRouter) -> None:
 def test_other_paths_say_that_they_give_none(router: RunningRouter) -> None:
     pytest.importorskip("tandem.router.responses")
     answer = router.client.post("/v1/responses", json={"input": "hi"}, headers={HEADER: "0.9"})
-    assert answer.status_code == 400
-    assert "is of answers at /v1/completions" in answer.json()["error"]["message"]
+    assert "is of answers at /v1/completions" in error_of(answer, 400)["message"]
 
 
 def test_a_router_that_knows_too_little_gives_no_number(start_router: StartRouter) -> None:

@@ -19,10 +19,9 @@ from tandem.http_server.turns import PASS_S, Turns
 from tandem.http_server.websocket import READ_FRAMES, WebSocket
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
-from tandem.wire.nodes import Role
 from tandem.wire.sampling import FinishReason
 from tests.realtime_client import RealtimeClient
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, bearer
 
 LONG = "the quick brown fox jumps over the lazy dog and goes on. " * 12
 HI = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
@@ -97,12 +96,11 @@ def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(start_rout
 
 
 def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=0, timeouts=Timeouts(slow_reader=0.2)).with_small_buffers()
-    node = router.add("d0", Role.DECODE, max_model_len=400_000)
-    router.wait_ready()
+    context = {"max_model_len": 400_000}
+    router = start_router(prefill=0, node=context, timeouts=Timeouts(slow_reader=0.2)).with_small_buffers()
+    node = router.nodes["d0"]
     with closing(RealtimeClient(router.url, receive_buffer=4096)) as client:
-        client.say("conversation.item.create", item=HI)
-        client.say("response.create", response={"max_output_tokens": 300_000})
+        ask(client, "hi", max_output_tokens=300_000)
         node.wait_until(lambda: bool(node.submits), "it runs")
         router.wait_for(router.idle, "cut off, and nothing is left of it", 25)
         assert router.metric("tandem_slow_readers_cut_total") == 1
@@ -145,7 +143,7 @@ def _events(*kinds: str) -> bytes:
 
 
 def test_an_answer_that_is_cancelled_at_once_begins_and_ends(client: RealtimeClient) -> None:
-    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.say("conversation.item.create", item=HI)
     client.send_bytes(_events("response.create", "response.cancel"))
     begun = client.hear("response.created")["response"]["id"]
     done = client.hear("response.done")["response"]
@@ -153,10 +151,8 @@ def test_an_answer_that_is_cancelled_at_once_begins_and_ends(client: RealtimeCli
 
 
 def test_an_answer_that_is_cancelled_twice_ends_once(router: RunningRouter, client: RealtimeClient) -> None:
-    for node in router.nodes.values():
-        node.set(pause_at=1)
-    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
-    client.say("response.create")
+    router.set(pause_at=1)
+    ask(client, "hi")
     client.hear("response.output_item.added")
     client.send_bytes(_events("response.cancel", "response.cancel"))
     assert client.hear("response.done")["response"]["status"] == "cancelled"
@@ -165,16 +161,13 @@ def test_an_answer_that_is_cancelled_twice_ends_once(router: RunningRouter, clie
 def test_another_answer_than_the_one_that_is_named_is_not_cancelled(
     router: RunningRouter, client: RealtimeClient
 ) -> None:
-    for node in router.nodes.values():
-        node.set(pause_at=1)
-    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
-    client.say("response.create", response={"max_output_tokens": 3})
+    router.set(pause_at=1)
+    ask(client, "hi", max_output_tokens=3)
     client.hear("response.output_item.added")
     client.say("response.cancel", response_id="resp_before")
     with pytest.raises(AssertionError, match="resp_before"):
         client.hear("response.done")
-    for node in router.nodes.values():
-        node.resume()
+    router.set(pause_at=None)
     assert client.hear("response.done")["response"]["status"] == "incomplete"
 
 
@@ -256,10 +249,9 @@ def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> No
     router = start_router(api_keys=(ApiKey("a", "secret", concurrent_requests=1),))
     tenant = router.server.services.keys.find(b"secret")
     assert tenant is not None
-    bearer = {"authorization": "Bearer secret"}
-    with closing(RealtimeClient(router.url, **bearer)) as client:
+    with closing(RealtimeClient(router.url, **bearer("secret"))) as client:
         client.hear("session.created")
-        for headers, status in (({}, 401), (bearer, 429)):
+        for headers, status in (({}, 401), (bearer("secret"), 429)):
             with closing(RealtimeClient(router.url, **headers)) as refused:
                 assert isinstance(refused.opened, RejectConnection)
                 assert refused.opened.status_code == status

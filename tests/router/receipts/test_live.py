@@ -10,7 +10,7 @@ import pytest
 
 from tandem.router.config import ApiKey
 from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import Board, TokenRule
 
 
@@ -71,9 +71,7 @@ def test_without_a_new_node_nothing_is_asked(start_router: StartRouter) -> None:
 
 
 def test_a_time_beyond_the_limit_is_refused(start_router: StartRouter) -> None:
-    answer = verify(start_router(), seconds=61)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "seconds"
+    assert error_of(verify(start_router(), seconds=61), 400)["param"] == "seconds"
 
 
 def test_only_an_operator_may_ask(start_router: StartRouter) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.base.wings import is_there
 from tandem.router.receipts.receipt import read_receipt
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 
 HEADER = "x-tandem-receipt"
 # Anthropic's API has no seed.
@@ -43,9 +43,7 @@ def test_without_a_key_or_the_same_bits_nothing_is_signed(start_router: StartRou
         (keyless, "its operator has not set router.receipt_key_file"),
         (start_router(receipt_key_file=key), "the operator sets model.exact to require"),
     ):
-        answer = ask(router)
-        assert answer.status_code == 400
-        assert why in answer.json()["error"]["message"]
+        assert why in error_of(ask(router), 400)["message"]
     assert HEADER not in keyless.complete().headers
 
 
@@ -73,8 +71,7 @@ def test_a_receipt_says_what_the_answer_was_made_of(router: RunningRouter) -> No
     # The router drew the seed; with it the request is the same again.
     assert ask(router, text, logprobs=1, logit_bias={"7": 2.5}, seed=receipt.seed).headers[HEADER] == text
     other = ask(router, text, logprobs=1, logit_bias={"7": 2.5}, seed=receipt.seed + 1)
-    assert other.status_code == 400
-    assert "which differs in its sampling" in other.json()["error"]["message"]
+    assert "which differs in its sampling" in error_of(other, 400)["message"]
 
 
 @pytest.mark.parametrize(("content", "said"), [(b"short", "has 5 bytes"), (None, "cannot be read: No such file")])

@@ -13,7 +13,7 @@ from tandem.router.config import ApiKey, Heartbeat
 from tandem.router.responses import recall
 from tandem.router.responses.wing import Responses
 from tandem.wire.nodes import Role
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import scripted
 from tests.router.raw_http import connect
 from tests.router.responses.test_router_responses import TEXT, WEATHER, create, events_of
@@ -25,12 +25,7 @@ PATIENT = Heartbeat(ping_interval=0.1, silence=5)
 
 def two_routers(start_router: StartRouter, **settings: Any) -> Pair:
     first = start_router(prefill=2, decode=2, **settings)
-    second = start_router(prefill=0, decode=0, **settings)
-    second.board = first.board
-    second.nodes = first.nodes
-    second.announce()
-    second.wait_ready()
-    return first, second
+    return first, start_router(prefill=0, decode=0, **settings).join(first)
 
 
 @pytest.fixture
@@ -228,8 +223,7 @@ def test_ids_that_are_made_up_flood_neither_the_nodes_nor_other_keys(
     asked = [ask(digit, greedy) for digit in (1, 2)]
     router.wait_for(lambda: len(questions) == 2, "they are looked for")
     refused = router.client.get(f"/v1/responses/resp_{'3' * 48}", headers=greedy)
-    assert refused.status_code == 503
-    assert "this key's part" in refused.json()["error"]["message"]
+    assert "this key's part" in error_of(refused, 503)["message"]
     asked.append(ask(4, other))
     router.wait_for(lambda: len(questions) == 3, "the other key's is looked for")
     router.nodes["d0"].set(mute=False)

@@ -167,10 +167,8 @@ def test_a_request_through_a_router_arrives_at_the_collector(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds; five seconds otherwise
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue")
     router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 4, "stream": True}
-    with router.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        assert response.read().endswith(b"[DONE]\n\n")
+    with router.stream(headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}, max_tokens=4) as events:
+        assert events.rest()[-1] == "[DONE]"
     collector.wait(lambda: bool(collector.posts))
     path, sent, _ = collector.posts[0]
     assert path == "/v1/traces"
@@ -194,8 +192,7 @@ def test_a_trace_that_no_collector_takes_is_in_the_scrape(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     collector.statuses = [400]
     router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
-    body = {"model": "fake", "prompt": "x", "max_tokens": 1}
-    router.client.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+    router.complete(headers={"x-tandem-trace": "1"}, max_tokens=1)
     router.wait_for(lambda: router.metric("tandem_traces_dropped_total", reason="not_sent") == 1, "it is counted")
     line = 'tandem_traces_dropped_total{model_name="fake",reason="not_sent"} 1.0'
     assert line in router.client.get("/metrics").text
@@ -203,10 +200,8 @@ def test_a_trace_that_no_collector_takes_is_in_the_scrape(
 
 def test_what_waits_when_the_router_stops_is_sent(start_router: StartRouter, collector: Collector) -> None:
     router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
-    for node in router.nodes.values():
-        node.set(hide_traces=True)
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    router.client.post("/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": 2}, headers=headers)
+    router.set(hide_traces=True)
+    router.complete(headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}, max_tokens=2)
     router.call(router.server.stop())
     (spans,) = collector.spans().values()
     assert plain(spans[0]["attributes"])["tandem.missing"] == "d0, p0"
@@ -249,8 +244,7 @@ def test_the_environment_names_the_collector_and_the_service(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     router = start_router()
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 1}
-    router.client.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+    router.complete(headers={"x-tandem-trace": "1"}, max_tokens=1)
     router.call(router.server.stop())
     (path, headers, request) = collector.posts[0]
     assert (path, headers["x-key"]) == ("/v1/traces", "secret")

@@ -13,8 +13,7 @@ from tandem.router.tracing.traces import READINGS, Clocks, Traces
 from tandem.router.tracing.wing import TraceWing
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import ClockReading, TracePhase
-from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.event_reader import EventReader
+from tests.router.conftest import RunningRouter, StartRouter, bearer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ASK = {"x-tandem-trace": "1"}
@@ -22,8 +21,7 @@ ASK = {"x-tandem-trace": "1"}
 
 def ask(router: RunningRouter, headers: dict[str, str], **fields: object) -> str:
     """The request's id."""
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 5, **fields}
-    response = router.client.post("/v1/completions", json=body, headers=headers)
+    response = router.complete(headers=headers, **{"max_tokens": 5, **fields})
     assert response.status_code == 200, response.text
     return response.headers["x-request-id"]
 
@@ -76,8 +74,7 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
 def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(pause_at=3)
-    body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
-    stream = EventReader(router.url, "/v1/completions", body, headers=ASK)
+    stream = router.stream(headers=ASK, max_tokens=6)
     stream.read_header()
     traces = traces_of(router)
 
@@ -138,22 +135,13 @@ def test_a_request_that_is_refused_has_a_trace_of_how_far_it_came(start_router: 
     router = start_router()
 
     def refused(**fields: object) -> list[TraceSummary]:
-        body = {"model": "fake", "prompt": "x", "max_tokens": 1, **fields}
-        assert router.client.post("/v1/completions", json=body, headers=ASK).status_code == 400
+        assert router.complete(headers=ASK, **{"max_tokens": 1, **fields}).status_code == 400
         return traces_of(router).list().traces
 
     assert not refused(max_tokens=-1), "it never began"
     (one,) = refused(prompt=[1] * 5000)
     assert one.status == 400
     assert one.seconds is not None
-
-
-def test_traces_need_the_key_that_requests_need(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey(name="a", key="secret-key"),))
-    assert router.client.get("/traces").status_code == 401
-    assert router.client.get("/traces/x").status_code == 401
-    allowed = router.client.get("/traces", headers={"authorization": "Bearer secret-key"})
-    assert allowed.json() == {"traces": []}
 
 
 def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_router: StartRouter) -> None:
@@ -164,11 +152,11 @@ def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_route
     node.tell_trace(node.submits[-1])
     router.nodes["a0"].set(hide_traces=True)
     second = ask(router, ASK)
-    submit = node.submits[-1]
-    router.look(lambda: None)
-    stale = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
-    node.info = stale
+    submit, pool = node.submits[-1], router.server.services.pool
+    node.info = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
+    before = router.look(lambda: pool.foreign_messages)
     node.tell_trace(submit)
+    router.wait_for(lambda: pool.foreign_messages > before, "its next status, and so what it said before, is here")
     assert len(trace_of(router, record.request_id).nodes) == 1
     assert trace_of(router, second, complete=False).missing == ["a0"]
     assert node.role is Role.AGGREGATED
@@ -195,18 +183,17 @@ def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRou
     router = start_router(api_keys=keys, tracing=TracingConfig(keep=4))
     names: dict[str, list[str]] = {"key-a": [], "key-b": []}
     for key in ("key-b", *["key-a"] * 6):
-        headers = {"x-tandem-trace": "1", "authorization": f"Bearer {key}"}
-        body = {"model": "fake", "prompt": "x", "max_tokens": 2}
-        answer = router.client.post("/v1/completions", json=body, headers=headers)
-        names[key].append(answer.headers["x-request-id"])
+        names[key].append(ask(router, ASK, key=key))
 
     def seen(key: str) -> list[str]:
-        answer = router.client.get("/traces", headers={"authorization": f"Bearer {key}"}).json()
+        answer = router.client.get("/traces", headers=bearer(key)).json()
         return [trace["request_id"] for trace in answer["traces"]][::-1]
 
     def status(key: str, name: str) -> int:
-        return router.client.get(f"/traces/{name}", headers={"authorization": f"Bearer {key}"}).status_code
+        return router.client.get(f"/traces/{name}", headers=bearer(key)).status_code
 
+    for path in ("/traces", f"/traces/{names['key-a'][3]}"):
+        assert router.client.get(path).status_code == 401
     assert seen("key-a") == names["key-a"][3:], "who has most gives up its own"
     assert seen("key-b") == names["key-b"]
     assert seen("key-op") == names["key-b"] + names["key-a"][3:]
@@ -218,15 +205,24 @@ def test_a_callers_context_is_carried_on() -> None:
     assert context is not None
     assert (context.trace_id, context.parent_id, context.sampled) == (TRACE, PARENT, True)
     assert context.state == "congo=t61rcWkgMzE,rojo=00f067aa0ba902b7"
-    unsampled = parse_context(f"00-{TRACE}-{PARENT}-00".encode())
-    assert unsampled is not None
-    assert not unsampled.sampled
+    too_long = parse_context(f"00-{TRACE}-{PARENT}-01".encode(), b"a=" + b"x" * 600)
+    assert too_long is not None
+    assert too_long.state == ""
 
 
-def test_a_later_version_may_say_more_and_flags_may_be_more() -> None:
-    later = parse_context(f"cc-{TRACE}-{PARENT}-03-what-the-future-will-be-like".encode())
-    assert later is not None
-    assert later.sampled
+@pytest.mark.parametrize(
+    ("parent", "sampled"),
+    [
+        pytest.param(f"00-{TRACE}-{PARENT}-00", False, id="a caller that samples not"),
+        pytest.param(
+            f"cc-{TRACE}-{PARENT}-03-what-the-future-will-be-like", True, id="a later version with more flags"
+        ),
+    ],
+)
+def test_a_context_says_whether_it_is_sampled(parent: str, sampled: bool) -> None:
+    context = parse_context(parent.encode())
+    assert context is not None
+    assert context.sampled is sampled
 
 
 @pytest.mark.parametrize(
@@ -246,12 +242,6 @@ def test_a_later_version_may_say_more_and_flags_may_be_more() -> None:
 )
 def test_what_is_no_context_is_ignored(parent: str) -> None:
     assert parse_context(parent.encode()) is None
-
-
-def test_a_state_too_long_to_have_to_be_carried_is_not() -> None:
-    context = parse_context(f"00-{TRACE}-{PARENT}-01".encode(), b"a=" + b"x" * 600)
-    assert context is not None
-    assert context.state == ""
 
 
 class TestClocks:

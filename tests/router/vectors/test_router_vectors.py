@@ -17,7 +17,7 @@ from tandem.base.errors import Unavailable
 from tandem.router.config import Limits
 from tandem.wire.nodes import Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, error_of
 from tests.router.fake_node import VECTOR_SIZE, FakeNode, fake_vector
 
 VECTORS = VectorModel(Pooling(PoolingKind.MEAN), VECTOR_SIZE)
@@ -47,12 +47,6 @@ def expected(router: RunningRouter, text: str | list[int], dimensions: int | Non
 
 def unpack(vector: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(vector) // 4}f", vector))
-
-
-def refusal(response: httpx.Response, status: int = 400) -> tuple[str, str | None]:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    return error["message"], error["param"]
 
 
 # --- embeddings
@@ -146,8 +140,8 @@ def test_an_aggregated_node_makes_them_too(start_router: StartRouter) -> None:
 def test_a_decode_node_is_not_asked(start_router: StartRouter) -> None:
     for decode in (0, 1):
         router = start_router(prefill=0, decode=decode, vectors=VECTORS)
-        message, _ = refusal(ask(router, input="the fox"), 503)
-        assert message.startswith("no prefill or aggregated node is ready")
+        error = error_of(ask(router, input="the fox"), 503)
+        assert error["message"].startswith("no prefill or aggregated node is ready")
         assert not any(node.submits for node in router.nodes.values())
 
 
@@ -180,8 +174,7 @@ def test_a_node_that_refuses_is_answered_for_by_another(start_router: StartRoute
 def test_an_end_without_a_vector_is_an_error_and_no_answer(start_router: StartRouter) -> None:
     router = start_router(vectors=VECTORS)
     router.nodes["p0"].set(forget_vectors=True)
-    message, _ = refusal(ask(router, input="the fox"), 500)
-    assert "without one" in message
+    assert "without one" in error_of(ask(router, input="the fox"), 500)["message"]
 
 
 def test_a_client_that_goes_away_cancels(router: RunningRouter) -> None:
@@ -237,9 +230,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 def test_bad_requests_are_refused_by_name(start_router: StartRouter) -> None:
     router = start_router(vectors=VECTORS, limits=Limits(inputs_per_request=4))
     for path, body, param, says in BAD:
-        message, named = refusal(ask(router, path, **body))
-        assert (named or "").split("[")[0] == param
-        assert says in message
+        error = error_of(ask(router, path, **body), 400)
+        assert (error["param"] or "").split("[")[0] == param
+        assert says in error["message"]
 
 
 def test_the_whole_context_may_be_used_and_longer_texts_be_cut(router: RunningRouter) -> None:
@@ -257,7 +250,7 @@ def test_a_model_for_text_says_what_would_be_right(start_router: StartRouter) ->
         ("score", {"text_1": "a", "text_2": "b"}),
         ("rerank", {"query": "a", "documents": ["b"]}),
     ):
-        message, _ = refusal(ask(router, path, **body))
+        message = error_of(ask(router, path, **body), 400)["message"]
         assert "makes no vectors" in message
         assert "model.pooling" in message
     assert all(node.submits == [] for node in router.nodes.values())
