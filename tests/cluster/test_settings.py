@@ -221,6 +221,7 @@ MISTAKES = [
     ("router: {api_keys: [{name: a}]}", "router.api_keys is not right: Object missing required field `key` - at `$[0]`"),
     ("[1, 2]", "must be a mapping from sections to settings, not a list"),
     ("pools: {prefill: {resources: {GPU: .inf}}}", "pools.prefill.resources is not right: it has inf, which is no number"),
+    ("pools: {decode: {resources: {GPU: 0}}}", "pools.decode.resources is not right: its values must be above 0"),
     ("controller: {admin_folders: [/a, 'models']}", "controller.admin_folders has 'models', which is no whole path, such as /models"),
     ("controller: {admin_folders: [/a, '~/models']}", "controller.admin_folders has '~/models', which is no whole path, such as /models"),
     ("controller: {admin_folders: [/a, '']}", "controller.admin_folders has '', which is no whole path, such as /models"),
