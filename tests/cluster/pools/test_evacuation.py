@@ -71,7 +71,7 @@ async def test_where_none_takes_over_it_goes_all_the_same() -> None:
     async with started(pools=pools(1, 1), hosts=hosts) as rig:
         assert await evacuated(rig, "2", DRAIN_S) == {"decode-0": True}
         assert rig.node("decode-0").drained_with == DRAIN_S / 2
-        assert rig.hosts.wanted.values()  # a machine is asked for
+        assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 1
         hosts.join(machine("4", decode=1))
         await rig.clock.advance(1)
         assert rig.routed == {"prefill-0", "decode-1"}
