@@ -53,7 +53,6 @@ def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
         prepared["auth"]["ssh_private_key"] = str(key)
     validate_config(prepared)
     if prepared["provider"]["type"] == "external":
-        assert STATIC_HOSTS is not None
         prepared = STATIC_HOSTS.bootstrapped(prepared)
         validate_config(prepared)
     types = AutoscalingConfig(prepared, skip_content_hash=True).get_node_type_configs()

@@ -434,23 +434,6 @@ def test_an_azure_trace_begins_at_zero_and_has_no_blocks(tmp_path: Path) -> None
     assert [row.arrival_s for row in read_trace(file)] == pytest.approx([0.0, 1.0]), "with a time zone and a mark"
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "trace"
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_trace(file)
-    for text in (
-        "",
-        "a,b\n1,2\n",
-        '{"timestamp": 0, "input_length": "long", "output_length": 1}\n',
-        '{"timestamp": 0}\n',
-        "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n",
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n",
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigurationError):
-            read_trace(file)
-
-
 def test_replayed_prompts_have_the_recorded_lengths_and_share_what_was_shared(mooncake: Path) -> None:
     backend = byte_level()
     sessions = replay(read_trace(mooncake), TextVocabulary(backend), seed=1)
