@@ -113,17 +113,15 @@ CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}
         (b"event: error\n" + sse({"error": {"message": "lost"}}, done=False), 200, "stream_error"),
     ],
 )
-def test_what_is_no_answer_is_a_failure(content: bytes, status: int, kind: str | None) -> None:
-    async def go() -> bool:
-        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
-        async with httpx.AsyncClient(transport=transport, base_url="http://r") as http:
-            return await ask(http, Question({"model": "m", "prompt": "a", "stream": True}, ()))
-
-    if kind is None:
-        assert asyncio.run(go())
-        return
-    with pytest.raises(WrongAnswer) as failed:
-        asyncio.run(go())
+async def test_what_is_no_answer_is_a_failure(content: bytes, status: int, kind: str | None) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
+    question = Question({"model": "m", "prompt": "a", "stream": True}, ())
+    async with httpx.AsyncClient(transport=transport, base_url="http://r") as http:
+        if kind is None:
+            assert await ask(http, question)
+            return
+        with pytest.raises(WrongAnswer) as failed:
+            await ask(http, question)
     assert failed.value.kind == kind
 
 

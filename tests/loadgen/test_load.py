@@ -179,12 +179,9 @@ def test_a_failed_turn_ends_its_conversation_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [0, -1])
-def test_at_least_one_user_is_needed(concurrency: int) -> None:
-    async def make() -> None:
-        LoadStream("test", Api(HttpClient(Address.of_url("localhost")), RequestShape("m")), [], concurrency=concurrency)
-
+async def test_at_least_one_user_is_needed(concurrency: int) -> None:
     with pytest.raises(ConfigurationError):
-        asyncio.run(make())
+        LoadStream("test", Api(HttpClient(Address.of_url("localhost")), RequestShape("m")), [], concurrency=concurrency)
 
 
 @given(st.integers(1, 300), st.floats(0.01, 1000), st.integers(0, 2**32))

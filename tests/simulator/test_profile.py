@@ -218,23 +218,16 @@ def test_a_cluster_with_more_than_one_node_of_a_role_or_of_two_widths_is_not_pro
         measured("decode", "prefill", widths=(1, 2))
 
 
-def test_a_server_that_is_away_is_one_sentence() -> None:
-    async def ask() -> None:
-        await ProfileClient("http://127.0.0.1:9", None).facts()
-
+async def test_a_server_that_is_away_is_one_sentence() -> None:
     with pytest.raises(Unavailable, match="does not answer"):
-        asyncio.run(ask())
+        await ProfileClient("http://127.0.0.1:9", None).facts()
 
 
 @pytest.mark.parametrize("body", [b"<html>It works</html>", b"{}", b"[]"])
-def test_a_server_of_another_kind_is_one_sentence(body: bytes) -> None:
+async def test_a_server_of_another_kind_is_one_sentence(body: bytes) -> None:
     server = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
-
-    async def ask() -> None:
-        await ProfileClient("http://server", None, server).facts()
-
     with pytest.raises(InternalError, match="http://server/cluster did not answer like a Tandem router"):
-        asyncio.run(ask())
+        await ProfileClient("http://server", None, server).facts()
 
 
 def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
