@@ -110,8 +110,7 @@ def test_ray_up_copies_what_is_there_and_is_over_when_tandem_serves(file: Path) 
         assert local.startswith(("~/.ray/", "dist/")) or (ROOT / local).is_file(), local
 
 
-def test_the_settings_that_the_head_gets_are_settings() -> None:
-    resolve([read_file(ROOT / "manifests" / "ray" / "tandem.yaml")])
+def test_the_settings_of_a_node_on_several_machines_divide_its_ranks_among_them() -> None:
     spread = resolve([read_file(ROOT / "manifests" / "ray" / "tandem-spread.yaml")]).config.pools.prefill
     assert (spread.machines, spread.ranks_per_machine) == (2, 2)
 
