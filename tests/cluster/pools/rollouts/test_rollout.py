@@ -3,6 +3,7 @@ controller at any of its steps, and other orders and an end meanwhile, are sched
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,27 +88,32 @@ async def test_a_new_content_is_the_revisions_own_and_the_old_one_stays_the_olds
         assert (await rig.controller.view()).rollout is None
 
 
-async def test_what_does_not_start_is_taken_back() -> None:
-    async with started(pools=pools(1, 2)) as rig:
+def with_tokenizer(node: Any, tokenizer: str) -> None:
+    node.info = replace(node.info, tokenizer=tokenizer)
 
-        def broken(process: FakeNode, _: int) -> None:
-            if process.config.engine.model.path == "broken":
-                process.start_error = ConfigurationError("there are no weights")
 
-        rig.launcher.prepare |= {f"{role.value}-{i}": broken for role in Role for i in range(9)}
-        view = await applied(rig, wish(rig, model="broken"))
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda node: setattr(node, "start_error", ConfigurationError("there are no weights")), "there are no weights"),
+        (lambda node: setattr(node, "finished", {"stop": 10, "error": 5}), "5 of its 15 requests ended with an error"),
+        (lambda node: with_tokenizer(node, "another"), "tokenizer.json"),
+    ],
+    ids=["it does not start", "it answers with errors", "its model has another tokenizer"],
+)
+async def test_what_is_wrong_with_new_nodes_takes_all_back(spoil: Callable[[Any], None], why: str) -> None:
+    def prepare(node: FakeNode, _: int) -> None:
+        is_new = node.config.engine.model.path == "other"
+        spoil(node) if is_new else with_tokenizer(node, "old")
+
+    async with Rig(pools=pools(1, 2)) as rig:
+        rig.launcher.prepare |= {f"{role.value}-{number}": prepare for role in Role for number in range(9)}
+        await rig.start()
+        view = await applied(rig, wish(rig, model="other"))
         assert rig.routed == names(rig) == {"prefill-0", "decode-0", "decode-1"}, "none of them was touched"
         assert (view.rollout, view.revision) == (None, 0)
-        assert any("taken back: " in one.text and "no weights" in one.text for one in view.decisions)
+        assert any("taken back: " in one.text and why in one.text for one in view.decisions)
         assert (await rig.controller.configuration()).model == rig.config.model
-
-
-async def test_what_answers_with_errors_is_taken_back() -> None:
-    async with started(pools=pools(1, 2)) as rig:
-        rig.launcher.prepare["decode-2"] = lambda node, _: setattr(node, "finished", {"stop": 10, "error": 5})
-        await applied(rig)
-        assert seqs_of(rig) == {rig.config.scheduler.max_num_seqs: 3}
-        assert {"decode-0", "decode-1"} <= rig.routed
 
 
 @pytest.mark.parametrize(("sender", "blocks"), [("prefill-1", 3), ("prefill-1", 2), ("prefill-0", 9)])
@@ -120,18 +126,6 @@ async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, b
         assert seqs_of(rig) == {rig.config.scheduler.max_num_seqs if is_taken_back else 77: 2}
         why = "taken back: prefill-1: the KV that it sent to decode-1 is wrong"
         assert any(why in one.text for one in view.decisions) == is_taken_back
-
-
-async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
-    def prepare(node: Any, _: int) -> None:
-        node.info = replace(node.info, tokenizer="old" if node.info.node_id.endswith("0") else "new")
-
-    async with Rig(pools=pools(1, 1)) as rig:
-        rig.launcher.prepare = {f"{role}-{number}": prepare for role in ("prefill", "decode") for number in range(3)}
-        await rig.start()
-        view = await applied(rig, wish(rig, model="other"))
-        assert rig.routed == {"prefill-0", "decode-0"}
-        assert any("tokenizer.json" in one.text for one in view.decisions)
 
 
 async def test_while_requests_wait_too_long_nothing_goes() -> None:
