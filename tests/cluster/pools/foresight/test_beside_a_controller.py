@@ -173,10 +173,6 @@ async def pause(rig: Rig) -> None:
     await rig.controller.pause(["decode"])
 
 
-async def scale_again(rig: Rig) -> None:
-    await rig.controller.scale({Role.PREFILL: 1})
-
-
 async def lose_a_node(rig: Rig) -> None:
     rig.launcher.prepare["prefill-0"] = lambda node, earlier: setattr(node, "starts_at_once", False)
     rig.launcher.node("prefill-0").die()
@@ -188,12 +184,7 @@ async def no_requests(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [
-        (no_requests, "too few requests came: 0"),
-        (scale_again, "the sizes were changed again, to 1 prefill, 1 decode"),
-        (pause, "decode was paused"),
-        (lose_a_node, "a node stopped serving"),
-    ],
+    [(no_requests, "too few requests came: 0"), (pause, "decode was paused"), (lose_a_node, "a node stopped serving")],
 )
 async def test_what_happens_meanwhile_is_why_it_is_not_graded(what: Callable[..., object], why: str) -> None:
     async with serving() as rig:
