@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
@@ -94,6 +94,7 @@ def spans_of(*phases: TracePhase) -> st.SearchStrategy[list[Span]]:
 OF_ROUTERS = [phase for phase in TracePhase if phase is not TracePhase.STEP]
 
 
+@example(router=[], first=[], second=[], arrived=[], ended=0.0)
 @given(
     router=spans_of(*OF_ROUTERS),
     first=spans_of(*TracePhase),

@@ -116,6 +116,26 @@ async def test_what_is_wrong_with_new_nodes_takes_all_back(spoil: Callable[[Any]
         assert (await rig.controller.configuration()).model == rig.config.model
 
 
+async def test_a_controller_that_finds_no_node_which_decodes_takes_the_rollout_back() -> None:
+    """Without a rollout its start would fail: nothing could answer."""
+
+    def prepare(node: FakeNode, _: int) -> None:
+        if node.config.engine.model.path == "other":
+            node.start_error = Unavailable("not this one")
+
+    config = TandemConfig(router=RouterConfig("model", "fake"), rollout=RolloutConfig(max_unavailable=1))
+    async with Rig(pools=pools(1, 1), config=config) as rig:
+        rig.launcher.prepare |= {f"{role.value}-{number}": prepare for role in Role for number in range(9)}
+        await rig.start()
+        await rig.controller.apply(wish(rig, model="other"), dry_run=False)
+        await rig.next_controller(TIMEOUTS.unresponsive_s)
+        await rig.clock.advance(LONG_S)
+        assert (await rig.controller.view()).rollout is None
+        assert {node.config.engine.model.path for node in rig.launcher.running} == {rig.config.model.path}
+        assert rig.routed == names(rig)
+        assert len(rig.routed) == 2
+
+
 @pytest.mark.parametrize(("sender", "blocks"), [("prefill-1", 3), ("prefill-1", 2), ("prefill-0", 9)])
 async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, blocks: int) -> None:
     """Fewer blocks may have been a link's fault, and those of an old node are no reason to keep it."""
