@@ -176,6 +176,7 @@ async def test_where_no_machine_has_room_for_more_one_goes_first_and_never_the_l
     async with started(pools=pools(1, 1), hosts=machines("pd")) as rig:
         rollout = (await applied(rig, seconds=60.0)).rollout
         assert "decode-0" in rig.routed
+        assert "decode-1: no machine has room" in rollout.waits
         assert "rollout.max_unavailable" in rollout.waits
         rig.hosts.join(machine("2", decode=1))
         await rig.clock.advance(60.0)
