@@ -129,7 +129,14 @@ def shown(made: TraceRecord) -> str:
 
 def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
     text = shown(record())
-    for said in ("512 tokens in, 4 out", "first token after 102.0 ms", "decode ×3", "1.0 MiB", "handover"):
+    for said in (
+        "512 tokens in, 4 out, 178.0 ms, first token after 102.0 ms",
+        "0 … 178.0 ms",
+        "decode ×3",
+        "20.0 ms each, at most 20.0, 3.00 between",
+        "1.0 MiB",
+        "handover",
+    ):
         assert said in text
     assert text.count("write") == 2
     assert "d0's times are right to within 0.40 ms" in text
