@@ -115,6 +115,7 @@ LOGS = {"names": ["decode"], "after": {"decode-0": {"process": "a1", "number": 6
             ApplyOrder(TandemConfig(slo=SloConfig(ttft_s=1)), dry_run=True), {"config": {"slo": {"ttft_s": 1}}, "dry_run": True},
             {"revision": 3, "at_once": ["slo.ttft_s"]}, ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
         ),
+        (ApplyOrder(TandemConfig(debug=True)), {"config": {"debug": True}}, {"revision": 3}, ("apply", TandemConfig(debug=True), False)),
         (GoBackOrder(), None, {}, ("go_back",)),
         (
             LogsOrder(["decode"], {"decode-0": LogPosition("a1", 6)}, 5), LOGS,
