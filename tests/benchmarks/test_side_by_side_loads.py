@@ -34,24 +34,19 @@ async def paced(exchange: Exchange) -> None:
     await complete(exchange)
 
 
-def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
-    async def run() -> tuple[dict[str, int], dict[str, int], int]:
-        async with serving(paced) as server:
-            questions = LoadQuestions.draw(TINY, VOCABULARY, seed=1)
-            examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
-            first_ttft_s, measured = await asyncio.to_thread(examiner.examine)
-            assert first_ttft_s >= 0.005
-            counts = {each.label: len(each.timelines) for each in measured}
-            failed = {each.label: sum(not t.succeeded for t in each.timelines) for each in measured}
-            return counts, failed, len(server.requests)
-
-    counts, failed, asked = asyncio.run(run())
+async def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
+    async with serving(paced) as server:
+        questions = LoadQuestions.draw(TINY, VOCABULARY, seed=1)
+        examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
+        first_ttft_s, measured = await asyncio.to_thread(examiner.examine)
+    assert first_ttft_s >= 0.005
+    counts = {each.label: len(each.timelines) for each in measured}
     assert list(counts) == cells_of(TINY)
     assert (counts["1 user"], counts["4 users"], counts[LONG], counts[SHARED]) == (2, 6, 2, 4)
     assert counts[ALONE] > 0
     assert counts[BESIDE] > 0
-    assert not any(failed.values())
-    assert asked == sum(counts.values()) + 5 + 1  # warm-ups: of each kind, and of the shared prefix
+    assert all(timeline.succeeded for each in measured for timeline in each.timelines)
+    assert len(server.requests) == sum(counts.values()) + 5 + 1  # warm-ups: of each kind, and of the shared prefix
 
 
 def test_every_run_asks_new_questions_and_every_system_the_same() -> None:

@@ -61,7 +61,6 @@ def test_a_figure_is_the_median_and_the_spread_of_the_runs() -> None:
         ExaminedSystem(VLLM_PD, 0, "1 user", summary(9.0, 0.01)),
     )
     value = figure(found, TANDEM_PD, "1 user", ttft)
-    assert value is not None
     assert (value.median, value.low, value.high) == pytest.approx((200, 100, 300))
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from benchmarks.lib.processes import descendants
 from benchmarks.lib.servers import System, running, tandem_systems, vllm_systems
 from tandem.base.errors import ConfigurationError, Unavailable
+from tests.integration.cluster_lab import free_port
 
 _SERVER = """
 import json, sys, threading, time
@@ -33,12 +33,6 @@ for port in sys.argv[1:]:
     threading.Thread(target=HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever).start()
     time.sleep(0.1)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

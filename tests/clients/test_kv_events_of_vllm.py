@@ -10,16 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-
-EVENTS: list[KVEvent] = [
-    BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None]),
-    BlockStored([b"c"], b"b", [5, 6], 2, lora_name="x", group_idx=1),
-    BlockRemoved([b"c"], group_idx=1),
-    BlockStored([b"a"], None, [], 2, medium="CPU"),
-    BlockRemoved([b"a"], "CPU"),
-    AllBlocksCleared(),
-]
+from tandem.wire.kv_events import KVEventBatch
+from tests.node.kv_events.test_kv_event_publisher import EVENTS
 
 
 def test_vllms_classes_read_every_event(tmp_path: Path) -> None:

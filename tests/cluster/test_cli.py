@@ -180,17 +180,6 @@ def test_an_address_that_is_not_read_says_so(address: str, capsys: pytest.Captur
     assert "is an address" in fail(capsys, "models", "fetch", address)
 
 
-def test_a_model_that_is_not_there_fails_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "name a folder" in fail(capsys, "serve", "--port", "0", "--model", "/no/such/folder")
-
-
-def test_config_prints_the_whole_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--decode", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "nodes: 2  # --decode" in printed
-    assert "tokenizer_path" not in printed
-
-
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in fail(capsys, "status", "--url", "http://127.0.0.1:1")
     assert "does not answer" in fail(capsys, "top", "--url", "http://127.0.0.1:1")

@@ -307,7 +307,8 @@ def test_every_block_of_settings_in_the_documents_loads_and_follows_the_schema(
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("manifests/**/tandem.yaml")), ids=str)
-def test_every_file_of_settings_that_is_shipped_follows_the_schema(file: FilePath) -> None:
+def test_every_file_of_settings_that_is_shipped_loads_and_follows_the_schema(file: FilePath) -> None:
+    resolve([read_file(file)])
     VALIDATOR.validate(yaml.safe_load(file.read_text()))
 
 

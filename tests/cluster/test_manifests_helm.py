@@ -6,11 +6,9 @@ import copy
 import json
 import shutil
 import subprocess
-import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from tests.cluster.kube_objects import (
     needs_kubectl,
     with_components,
 )
+from tests.small_server import Answer, SmallServer
 
 HELM = ROOT / "manifests" / "helm"
 CHART = HELM / "tandem"
@@ -115,38 +114,23 @@ def answers_of_kubernetes(raycluster: Document) -> dict[str, object]:
 def kubernetes_with(raycluster: Document, folder: Path) -> Iterator[Path]:
     """As much of Kubernetes' API as Helm reads, over HTTP, where one RayCluster is. Yields the file that leads Helm there."""
     answers = answers_of_kubernetes(raycluster)
+    unknown = {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
 
-    class Api(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path.partition("?")[0])
-            body = json.dumps(
-                found or {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
-            ).encode()
-            self.send_response(404 if found is None else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str) -> Answer:
+        found = answers.get(path.partition("?")[0])
+        status = 404 if found is None else 200
+        return status, {"Content-Type": "application/json"}, json.dumps(found or unknown).encode()
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
-        clusters = [{"name": "it", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}]
+    with SmallServer(answer) as server:
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": clusters,
+            "clusters": [{"name": "it", "cluster": {"server": server.url}}],
             "contexts": [{"name": "it", "context": {"cluster": "it", "user": ""}}],
             "current-context": "it",
         }
         (folder / "kubeconfig").write_text(yaml.safe_dump(config))
-        try:
-            yield folder / "kubeconfig"
-        finally:
-            server.shutdown()
-            serving.join()
+        yield folder / "kubeconfig"
 
 
 def config_of(documents: list[Document], folder: Path) -> TandemConfig:

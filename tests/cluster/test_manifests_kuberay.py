@@ -236,11 +236,6 @@ def test_everybody_else_reaches_the_api_and_nothing_more(raycluster: Document) -
     assert spec["ingress"] == [{"from": [{"podSelector": ours}]}, {"ports": [{"port": 8000, "protocol": "TCP"}]}]
 
 
-@pytest.mark.parametrize("file", sorted(KUBERAY.glob("**/tandem.yaml")), ids=lambda file: file.parent.name)
-def test_settings_are_settings(file: Path) -> None:
-    resolve([read_file(file)])
-
-
 def test_the_image_has_this_version_and_this_ray() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     dockerfile = (KUBERAY / "Dockerfile").read_text(encoding="utf-8")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from tests.hosts.tools import install_absent
 from tests.integration.prometheus import watching
+from tests.small_server import Answer, SmallServer
 
 MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
 
@@ -54,15 +53,9 @@ LABELS = (
 )
 
 
-class Exporter(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.end_headers()
-        for metric, value in EXPORTED.items():
-            self.wfile.write(f"# TYPE {metric}\n{metric.partition(' ')[0]}{LABELS} {value}\n".encode())
-
-    def log_message(self, *_: object) -> None: ...
+def exported(path: str) -> Answer:
+    lines = [f"# TYPE {metric}\n{metric.partition(' ')[0]}{LABELS} {value}\n" for metric, value in EXPORTED.items()]
+    return 200, {"Content-Type": "text/plain; version=0.0.4"}, "".join(lines).encode()
 
 
 def test_the_panels_on_gpus_show_what_the_exporter_says(tmp_path: Path) -> None:
@@ -75,20 +68,13 @@ def test_the_panels_on_gpus_show_what_the_exporter_says(tmp_path: Path) -> None:
     ]
     assert len(asked) == 8
     rules = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Exporter) as server:
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
-        try:
-            with watching(f"http://127.0.0.1:{server.server_port}", tmp_path, rules) as prometheus:
-                prometheus.until("DCGM_FI_PROF_DRAM_ACTIVE", "the exporter is scraped")
-                for expression in asked:
-                    (sample,) = prometheus.ask(expression)
-                    assert sample["value"][1] != "NaN", expression
-                (taken,) = [each for each in asked if "FB_USED" in each]
-                assert float(prometheus.ask(taken)[0]["value"][1]) == pytest.approx(72 / 81)
-        finally:
-            server.shutdown()
-            serving.join()
+    with SmallServer(exported) as server, watching(server.url, tmp_path, rules) as prometheus:
+        prometheus.until("DCGM_FI_PROF_DRAM_ACTIVE", "the exporter is scraped")
+        for expression in asked:
+            (sample,) = prometheus.ask(expression)
+            assert sample["value"][1] != "NaN", expression
+        (taken,) = [each for each in asked if "FB_USED" in each]
+        assert float(prometheus.ask(taken)[0]["value"][1]) == pytest.approx(72 / 81)
 
 
 def test_panels_lie_beside_one_another() -> None:

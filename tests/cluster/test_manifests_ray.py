@@ -53,7 +53,6 @@ def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
         prepared["auth"]["ssh_private_key"] = str(key)
     validate_config(prepared)
     if prepared["provider"]["type"] == "external":
-        assert STATIC_HOSTS is not None
         prepared = STATIC_HOSTS.bootstrapped(prepared)
         validate_config(prepared)
     types = AutoscalingConfig(prepared, skip_content_hash=True).get_node_type_configs()
@@ -111,8 +110,7 @@ def test_ray_up_copies_what_is_there_and_is_over_when_tandem_serves(file: Path) 
         assert local.startswith(("~/.ray/", "dist/")) or (ROOT / local).is_file(), local
 
 
-def test_the_settings_that_the_head_gets_are_settings() -> None:
-    resolve([read_file(ROOT / "manifests" / "ray" / "tandem.yaml")])
+def test_the_settings_of_a_node_on_several_machines_divide_its_ranks_among_them() -> None:
     spread = resolve([read_file(ROOT / "manifests" / "ray" / "tandem-spread.yaml")]).config.pools.prefill
     assert (spread.machines, spread.ranks_per_machine) == (2, 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -221,6 +220,7 @@ MISTAKES = [
     ("router: {api_keys: [{name: a}]}", "router.api_keys is not right: Object missing required field `key` - at `$[0]`"),
     ("[1, 2]", "must be a mapping from sections to settings, not a list"),
     ("pools: {prefill: {resources: {GPU: .inf}}}", "pools.prefill.resources is not right: it has inf, which is no number"),
+    ("pools: {decode: {resources: {GPU: 0}}}", "pools.decode.resources is not right: its values must be above 0"),
     ("controller: {admin_folders: [/a, 'models']}", "controller.admin_folders has 'models', which is no whole path, such as /models"),
     ("controller: {admin_folders: [/a, '~/models']}", "controller.admin_folders has '~/models', which is no whole path, such as /models"),
     ("controller: {admin_folders: [/a, '']}", "controller.admin_folders has '', which is no whole path, such as /models"),
@@ -244,36 +244,16 @@ TOGETHER = [  # right only together: one of each alone is refused, by the defaul
 ]  # fmt: skip
 
 
-def as_yaml(values: dict[str, str]) -> str:
-    tree: dict[str, Any] = {}
+@pytest.mark.parametrize("values", TOGETHER, ids="+".join)
+def test_settings_that_are_right_together_load_together_also_from_two_sources(
+    tmp_path: Path, values: dict[str, str]
+) -> None:
+    (first, text), *others = values.items()
+    variables = {f"TANDEM_{first.replace('.', '__').upper()}": text}
+    loaded = as_values(settings(tmp_path, "", variables, flags(*others)))
     for name, value in values.items():
-        *sections, last = name.split(".")
-        section = tree
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[last] = yaml.safe_load(value)
-    return yaml.safe_dump(tree)
-
-
-@pytest.mark.parametrize("values", TOGETHER, ids=lambda values: "+".join(values))
-@pytest.mark.parametrize("by", ["a file", "variables", "--set", "a file and --set"])
-def test_settings_that_are_right_together_load_together(tmp_path: Path, values: dict[str, str], by: str) -> None:
-    names = list(values)
-    in_file = {"a file": names, "a file and --set": names[:1]}.get(by, [])
-    in_flags = {"--set": names, "a file and --set": names[1:]}.get(by, [])
-    variables = names if by == "variables" else []
-    loaded = as_values(
-        settings(
-            tmp_path,
-            as_yaml({name: values[name] for name in in_file}),
-            {f"TANDEM_{name.replace('.', '__').upper()}": values[name] for name in variables},
-            flags(*((name, values[name]) for name in in_flags)),
-        )
-    )
-    for name, value in values.items():
-        if name != "cache.tiers":
-            assert loaded[name]["value"] == yaml.safe_load(value), name
         assert loaded[name]["origin"] != "default"
+        assert name == "cache.tiers" or loaded[name]["value"] == yaml.safe_load(value)
 
 
 @pytest.mark.parametrize(

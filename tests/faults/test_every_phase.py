@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from msgspec.structs import replace
 
+from tests.faults.answers import WatchedAnswer
 from tests.faults.processes import actors, busiest, send
 from tests.faults.test_lost_nodes import LONG_PROMPT, SAMPLINGS, until_whole
 from tests.integration.conftest import Deploy, RunningDeployment, float32_config
@@ -81,50 +81,6 @@ def whole(server: RunningDeployment) -> Iterator[None]:
     until_whole(server)
 
 
-class WatchedAnswer:
-    """One streamed answer, with the times of its events."""
-
-    def __init__(self, server: RunningDeployment, prompt: list[int], fields: dict[str, Any]) -> None:
-        self._server, self._prompt, self._fields = server, prompt, fields
-        self.text = ""
-        self.times: list[float] = []
-        self.finished = False
-        self.error: str | None = None
-        self.nodes: dict[str, str] = {}  # by role; known once the answer has begun
-
-    def run(self, at_event: int = 0, then: Callable[[], None] = lambda: None) -> None:
-        body = {
-            "model": self._server.model,
-            "prompt": self._prompt,
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-            **self._fields,
-        }
-        url = f"{self._server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
-            if response.status_code != 200:
-                self.error = response.read().decode()
-                return
-            way = response.headers["x-tandem-nodes"].rpartition("|")[2]
-            self.nodes = dict(part.split("=", 1) for part in way.split(","))
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    self.finished = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        self.error = line
-                        return
-                    self.text += event["choices"][0]["text"]
-                    self.times.append(time.monotonic())
-                    if len(self.times) == at_event:
-                        then()
-
-    def after(self, moment: float) -> float:
-        return next((later for later in self.times if later > moment), moment) - moment
-
-
 def process_of(server: RunningDeployment, role: str, node_id: str | None) -> psutil.Process:
     """The process of the node with this id; for an answer that has not begun, the process of the busy node. It is found by the address
     where the router says that the node listens. A node in its first long step reports no work yet, but its process computes."""
@@ -155,7 +111,7 @@ class Question:
     fields: dict[str, Any]
 
     def ask(self, server: RunningDeployment, salt: str) -> WatchedAnswer:
-        return WatchedAnswer(server, self.prompt, {**self.fields, "cache_salt": salt})
+        return WatchedAnswer(server, self.prompt, TOKENS, {**self.fields, "cache_salt": salt})
 
 
 def questions(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.faults.answers import WatchedAnswer
 from tests.faults.processes import busiest, send
 from tests.integration.conftest import Deploy, RunningDeployment, float32_config
 
@@ -47,32 +46,11 @@ def whole(server: RunningDeployment) -> Iterator[None]:
 
 def stream(server: RunningDeployment, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any) -> str:
     """Streams an answer and returns its text. Calls `then` once, when `at_token` events have come."""
-    body = {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": LONG_ANSWER,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        **fields,
-    }
-    text, pieces, finished = "", 0, False
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                finished = True
-                continue
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            text += event["choices"][0]["text"]
-            pieces += 1
-            if pieces == at_token:
-                then()
-    assert finished
-    return text
+    answer = WatchedAnswer(server, prompt, LONG_ANSWER, {"temperature": 0, **fields})
+    answer.run(at_token, then)
+    assert answer.error is None
+    assert answer.finished
+    return answer.text
 
 
 SAMPLINGS = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +12,12 @@ sys.path.append(str(Path(__file__).parent))  # for the helper modules lab and st
 
 from lab import Lab
 from static_cluster import StaticCluster
-from tools import install_absent, why_impossible
+from tools import lab_or_skip
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
-        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
-    if reason := why_impossible():
-        pytest.skip(reason)
-    install_absent()  # missing tools that could be installed are a failure, not a reason to skip
+    lab_or_skip()
     with Lab(tmp_path_factory.mktemp("hosts"), hosts=6) as lab:
         yield lab
 

@@ -1,8 +1,8 @@
 """Runs outside the hosts and sends the requests that it reads: a line of JSON in for each request, a line out for each of its events.
 Times are of the machine's monotonic clock, which all namespaces share.
 
-In:  {"ask": ID, "url": ..., "body": {...}, "leave_after_s": S or null}   or {"leave": ID}
-Out: {"id": ID, "event": "token", "at": T} ... {"id": ID, "event": "end", "at": T, "outcome": ..., ...}
+In:  {"ask": ID, "url": ..., "body": {...}}   or {"leave": ID}
+Out: {"id": ID, "event": "token", "at": T} ... {"id": ID, "event": "end", "at": T, "outcome": ..., "text": ..., ...}
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ def say(**fields: Any) -> None:
 
 
 async def ask(http: httpx.AsyncClient, name: str, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    text, finish, nodes, status = "", "", "", 0
+    text = ""
     times: list[float] = []
-    sent = time.monotonic()
 
     def ended(outcome: str, detail: str = "") -> dict[str, Any]:
-        return {
-            "outcome": outcome, "detail": detail[:400], "sent": sent, "times": times, "text": text, "nodes": nodes,
-            "finish": finish, "status": status,
-        }  # fmt: skip
+        return {"outcome": outcome, "detail": detail[:400], "times": times, "text": text}
 
     try:
         async with asyncio.timeout(_LONGEST_S), http.stream("POST", url, json=body) as response:
-            status = response.status_code
-            nodes = response.headers.get("x-tandem-nodes", "")
-            if status != 200:
+            if (status := response.status_code) != 200:
                 detail = (await response.aread()).decode(errors="replace")
                 retry = "retry-after" in response.headers
                 return ended("refused" if retry or status < 500 else "error", f"{status}: {detail}")
@@ -52,11 +46,10 @@ async def ask(http: httpx.AsyncClient, name: str, url: str, body: dict[str, Any]
                     return ended("error", json.dumps(event["error"]))
                 for choice in event["choices"]:
                     text += choice["text"]
-                    finish = choice.get("finish_reason") or finish
                     if choice["text"]:
                         times.append(time.monotonic())
                         if len(times) <= 16:  # no test waits for later tokens
-                            say(id=name, event="token", at=times[-1], count=len(times))
+                            say(id=name, event="token", at=times[-1])
             return ended("silent", "the stream ended without [DONE] and without an error")
     except TimeoutError:
         return ended("hang", f"not over after {_LONGEST_S:.0f} s")

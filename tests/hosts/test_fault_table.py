@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 
 import pytest
 from fault_event import Run
 from fault_runs import Table, plan, read_lines, report
 from fault_table import all_faults
-from tools import install_absent, why_impossible
+from tools import lab_or_skip
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.integration]
 
@@ -72,11 +71,7 @@ def test_the_bound_stands_only_where_nothing_bad_was_seen() -> None:
 
 
 def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_comes_back(tmp_path: Path) -> None:
-    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
-        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
-    if reason := why_impossible():
-        pytest.skip(reason)
-    install_absent()
+    lab_or_skip()
     events = [event for event in plan(all_faults()) if event.fault.name in BOUNDED and event.repetition == 0]
     runs: list[Run] = []
     Table(tmp_path, "tiny", math.inf, tmp_path / "logs", runs.append, print).play(events)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from lab import Lab
 from lab_model import KV_BYTES_PER_TOKEN, VOCABULARY, make_tiny_model
 from links import limit
 from serving import give_model
-from tools import install_absent, why_impossible
+from tools import lab_or_skip
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
@@ -39,11 +38,7 @@ for number in range(count):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[FaultCluster]:
-    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
-        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
-    if reason := why_impossible():
-        pytest.skip(reason)
-    install_absent()
+    lab_or_skip()
     with Lab(tmp_path, hosts=5, ssh=False, boot_ids=True) as lab:
         model = give_model(lab, make_tiny_model(tmp_path / "model"))
         with FaultCluster(lab, model) as cluster:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
 from fault_cluster import MEND_S, FaultCluster
 from lab import Lab
 from lab_model import make_tiny_model
 from serving import Answers, Client, give_kernels
-from tools import install_absent, why_impossible
+from tools import lab_or_skip
 
 from tests.other_tandem import LATER, make_later_tandem
 
@@ -18,11 +16,7 @@ APPLY_S = 400.0
 
 
 def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request_fails(tmp_path: Path) -> None:
-    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
-        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
-    if reason := why_impossible():
-        pytest.skip(reason)
-    install_absent()
+    lab_or_skip()
     first, second = make_tiny_model(tmp_path / "first"), make_tiny_model(tmp_path / "second", seed=2)
     later = {"PYTHONPATH": str(make_later_tandem(tmp_path / "later"))}
     with Lab(tmp_path / "lab", hosts=5, ssh=False, boot_ids=True) as lab:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 TOOLS = {  # of a lab of several hosts, each with Debian's package
     "ip": "iproute2",
     "tc": "iproute2",
@@ -45,6 +47,15 @@ def why_impossible() -> str:
     if trial.returncode:
         return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"
     return ""
+
+
+def lab_or_skip() -> None:
+    """Leaves the test out unless labs are asked for and possible here. Missing tools that could be installed are a failure."""
+    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
+        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
+    if reason := why_impossible():
+        pytest.skip(reason)
+    install_absent()
 
 
 def absent_packages(tools: Mapping[str, str]) -> list[str]:

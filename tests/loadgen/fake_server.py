@@ -68,10 +68,12 @@ class FakeServer:
         self._answer = answer
         self.requests: list[Exchange] = []
         self.connections = 0
+        self.tasks: list[asyncio.Task[Any]] = []  # of the connections
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.tasks.append(asyncio.current_task())
         try:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -97,6 +99,9 @@ async def serving(answer: Callable[[Exchange], Awaitable[None]]) -> AsyncIterato
         yield server
     finally:
         listener.close()
+        for task in server.tasks:
+            task.cancel()
+        await asyncio.gather(*server.tasks, return_exceptions=True)
 
 
 def answering(*steps: tuple[Any, ...]) -> Callable[[Exchange], Awaitable[None]]:

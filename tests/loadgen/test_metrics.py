@@ -34,10 +34,8 @@ def test_throughput_is_over_the_whole_run_and_every_gap_of_every_request_counts_
     rates = (summary.requests_per_s, summary.input_tokens_per_s, summary.output_tokens_per_s)
     assert rates == pytest.approx((0.5, 10.0, 1.0))
     summary = summarize("random", [served(0.0, 0.1, 0.2), served(0.0, 0.4)], duration_s=1.0)
-    assert summary.itl_ms is not None
     assert summary.itl_ms.mean == pytest.approx(200)
     made = Distribution.of([0.1, 0.2, 0.3])
-    assert made is not None
     assert (made.mean, made.p50, made.max) == pytest.approx((200, 200, 300)), "in milliseconds"
 
 
@@ -46,7 +44,6 @@ def test_failures_are_counted_by_kind_and_do_not_enter_the_latencies() -> None:
     summary = summarize("random", timelines, duration_s=1.0)
     assert (summary.succeeded, summary.failed) == (1, 3)
     assert [(f.kind, f.count, f.example) for f in summary.failures] == [("http_503", 2, "full"), ("timeout", 1, "no")]
-    assert summary.ttft_ms is not None
     assert summary.ttft_ms.max == pytest.approx(100)
     assert summary.input_tokens == 10
     summary = summarize("random", [failed("connect")], duration_s=1.0, slo=parse_service_level("ttft=1s"))

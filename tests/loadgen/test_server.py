@@ -44,7 +44,7 @@ def ask(
     return asyncio.run(run())
 
 
-def test_known_delays_are_what_is_measured() -> None:
+async def test_known_delays_are_what_is_measured() -> None:
     timeline = Timeline("test", max_tokens=3)
 
     async def received(chunks: int) -> None:
@@ -64,11 +64,8 @@ def test_known_delays_are_what_is_measured() -> None:
         await asyncio.sleep(0.02)  # after the last token: no request's latency
         await exchange.end()
 
-    async def run() -> None:
-        async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
-            await Api(http, RequestShape("smol")).ask("hello", timeline)
-
-    asyncio.run(run())
+    async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
+        await Api(http, RequestShape("smol")).ask("hello", timeline)
     assert timeline.succeeded
     assert 0.04 <= timeline.ttft < 0.04 + LATE_S
     assert 0.01 <= timeline.inter_token[0] < 0.01 + LATE_S
@@ -160,46 +157,33 @@ def test_a_chat_streams_opening_event_is_no_token() -> None:
 )  # fmt: skip
 def test_each_kind_of_failure_is_told_from_the_others(steps: list[tuple[Any, ...]], kind: str, said: str) -> None:
     (timeline,), _ = ask(answering(*steps))
-    assert timeline.failure is not None
     assert timeline.failure.kind == kind
     assert not said or str(timeline.failure) == said
 
 
-def test_an_answer_that_takes_longer_than_the_request_may_is_not_read_by_the_next_one() -> None:
-    async def run() -> tuple[Timeline, Timeline, int]:
-        late = asyncio.Event()
+async def test_an_answer_that_takes_longer_than_the_request_may_is_not_read_by_the_next_one() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.body["prompt"] == "slow":
+            await exchange.begin()
+            await late.wait()
+        await complete(exchange)
 
-        async def answer(exchange: Exchange) -> None:
-            if exchange.body["prompt"] == "slow":
-                await exchange.begin()
-                await late.wait()
-            await complete(exchange)
-
-        async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
-            slow, fast = Timeline("test", max_tokens=3), Timeline("test", max_tokens=2)
-            await Api(http, RequestShape("smol", timeout_s=0.02)).ask("slow", slow)
-            await Api(http, RequestShape("smol")).ask("fast", fast)
-            late.set()
-            return slow, fast, server.connections
-
-    slow, fast, connections = asyncio.run(run())
-    assert slow.failure is not None
+    late, slow, fast = asyncio.Event(), Timeline("test", max_tokens=3), Timeline("test", max_tokens=2)
+    async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
+        await Api(http, RequestShape("smol", timeout_s=0.02)).ask("slow", slow)
+        await Api(http, RequestShape("smol")).ask("fast", fast)
+        late.set()
     assert slow.failure.kind == "timeout"
     assert fast.succeeded
-    assert (len(fast.chunk_times), connections) == (2, 2)
+    assert (len(fast.chunk_times), server.connections) == (2, 2)
 
 
-def test_nobody_there() -> None:
-    async def run() -> Timeline:
-        async with serving(complete) as server:
-            address = Address.of_url(server.url)
-        async with HttpClient(address) as http:
-            timeline = Timeline("test", max_tokens=3)
-            await Api(http, RequestShape("smol")).ask("hello", timeline)
-            return timeline
-
-    timeline = asyncio.run(run())
-    assert timeline.failure is not None
+async def test_nobody_there() -> None:
+    async with serving(complete) as server:
+        address = Address.of_url(server.url)
+    timeline = Timeline("test", max_tokens=3)
+    async with HttpClient(address) as http:
+        await Api(http, RequestShape("smol")).ask("hello", timeline)
     assert timeline.failure.kind == "connect"
 
 

@@ -31,9 +31,5 @@ def test_a_batch_fills_what_is_idle_and_users_do_not_feel_it() -> None:
     assert (beside.served, beside.refused, beside.failed) == (16, 0, 0)
     assert beside.lines > 50
     assert (busy(beside) - busy(before)) / (1 - busy(before)) > 0.9
-    assert before.ttft_ms is not None
-    assert beside.ttft_ms is not None
     assert beside.ttft_ms.p99 < 1.05 * before.ttft_ms.p99
-    assert before.itl_ms is not None
-    assert beside.itl_ms is not None
     assert beside.itl_ms.p99 < 1.05 * before.itl_ms.p99

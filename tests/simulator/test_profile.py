@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -137,8 +136,8 @@ async def a_profiler(
         await client.close()
 
 
-def measured(*roles: str, **cluster: Any) -> CostModel:
-    return asyncio.run(measured_of(TracedCluster(*roles, **cluster)))
+async def measured(*roles: str, **cluster: Any) -> CostModel:
+    return await measured_of(TracedCluster(*roles, **cluster))
 
 
 async def measured_of(cluster: TracedCluster, said: list[str] | None = None, seed: int | None = 0) -> CostModel:
@@ -147,9 +146,9 @@ async def measured_of(cluster: TracedCluster, said: list[str] | None = None, see
 
 
 @pytest.mark.parametrize("roles", [("aggregated",), ("decode", "prefill")])
-def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
+async def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
     cluster = TracedCluster(*roles, widths=(2, 2))
-    costs = asyncio.run(measured_of(cluster))
+    costs = await measured_of(cluster)
     assert costs.width == Width(2)
     assert (costs.blocks, costs.max_model_len) == (TRUE.blocks, TRUE.max_model_len)
     for size in (16, 512, 2048):
@@ -167,7 +166,7 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.fit["mixed"].points > 30
         assert costs.fit["mixed"].worst < 0.01
         # A cluster can be profiled again: it still has the prompts of the profile before in its cache.
-        again = asyncio.run(measured_of(cluster, seed=None))
+        again = await measured_of(cluster, seed=None)
         for point in ((64, 0), (512, 1024), (2048, 0)):
             assert again.prefill.at(*point) == pytest.approx(costs.prefill.at(*point), rel=1e-6)
     if len(roles) == 2:
@@ -175,14 +174,14 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
 
 
-def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minutes(
+async def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What they take follows from smaller ones."""
     batch_s = 32 * TRUE.step_s([(3072, 0)])
     monkeypatch.setattr("tandem.simulator.profile.LONGEST_PROMPTS_S", batch_s / 3)
     said: list[str] = []
-    costs = asyncio.run(measured_of(TracedCluster("aggregated"), said))
+    costs = await measured_of(TracedCluster("aggregated"), said)
     assert "writes 8 answers after 3072 tokens" in said
     assert "writes 16 answers after 3072 tokens" not in said
     for batch in (1, 8, 16, 32):
@@ -191,50 +190,43 @@ def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minu
 
 
 @pytest.mark.parametrize("tokens", [320, 1200, 3600])
-def test_a_cache_that_holds_one_long_request_is_profiled_with_shorter_ones(tokens: int) -> None:
-    costs = measured("aggregated", tokens=tokens)
+async def test_a_cache_that_holds_one_long_request_is_profiled_with_shorter_ones(tokens: int) -> None:
+    costs = await measured("aggregated", tokens=tokens)
     assert costs.decode.at(1, 84) == pytest.approx(TRUE.step_s([], 1, 84), rel=0.01)
 
 
-def test_requests_that_are_too_short_to_measure_are_said_to_be_so() -> None:
+async def test_requests_that_are_too_short_to_measure_are_said_to_be_so() -> None:
     with pytest.raises(ConfigurationError, match="requests of 96 tokens, in a cache of 96, are too short"):
-        measured("aggregated", tokens=96)
+        await measured("aggregated", tokens=96)
 
 
-def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
+async def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
     """As prompts of gigabytes do that come over one link."""
-    costs = measured("decode", "prefill", alone=200)
+    costs = await measured("decode", "prefill", alone=200)
     assert costs.decode.at(8, 1044) == pytest.approx(IN_TRAFFIC * TRUE.step_s([], 8, 8 * 1264), rel=0.02)
     with pytest.raises(Unavailable, match="2 answers of 704 tokens were not written together"):
-        measured("decode", "prefill", alone=10_000)
+        await measured("decode", "prefill", alone=10_000)
 
 
-def test_a_cluster_with_more_than_one_node_of_a_role_or_of_two_widths_is_not_profiled() -> None:
+async def test_a_cluster_with_more_than_one_node_of_a_role_or_of_two_widths_is_not_profiled() -> None:
     """One file is of one kind of node: the costs of two kinds would be mixed in it."""
     for roles in ((), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")):
         with pytest.raises(ConfigurationError, match="one aggregated node, or of one prefill node and one decode"):
-            measured(*roles)
+            await measured(*roles)
     with pytest.raises(ConfigurationError, match="nodes of one width, not of TP 1 and TP 2: each width has a file"):
-        measured("decode", "prefill", widths=(1, 2))
+        await measured("decode", "prefill", widths=(1, 2))
 
 
-def test_a_server_that_is_away_is_one_sentence() -> None:
-    async def ask() -> None:
-        await ProfileClient("http://127.0.0.1:9", None).facts()
-
+async def test_a_server_that_is_away_is_one_sentence() -> None:
     with pytest.raises(Unavailable, match="does not answer"):
-        asyncio.run(ask())
+        await ProfileClient("http://127.0.0.1:9", None).facts()
 
 
 @pytest.mark.parametrize("body", [b"<html>It works</html>", b"{}", b"[]"])
-def test_a_server_of_another_kind_is_one_sentence(body: bytes) -> None:
+async def test_a_server_of_another_kind_is_one_sentence(body: bytes) -> None:
     server = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
-
-    async def ask() -> None:
-        await ProfileClient("http://server", None, server).facts()
-
     with pytest.raises(InternalError, match="http://server/cluster did not answer like a Tandem router"):
-        asyncio.run(ask())
+        await ProfileClient("http://server", None, server).facts()
 
 
 def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:

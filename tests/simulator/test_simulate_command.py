@@ -99,6 +99,8 @@ BROKEN = {
     "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,480,10\n": "line 2",
     MOONCAKE.replace("[0, 1]", "[0, -1]"): "hash ids must be from 0 to",
     MOONCAKE.replace("[0, 1]", "[0, 9876543210]"): "hash ids must be from 0 to",
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n": "line 2",
+    "a,b\n1,2\n": "missing",
     "\n": "neither a JSONL trace nor a CSV",
     "TIMESTAMP,ContextTokens,GeneratedTokens\n": "contains no requests",
 }

@@ -29,14 +29,11 @@ def test_a_lone_request_takes_what_its_parts_take() -> None:
     report = simulate(a_setup(apart([(0.0, 512, 5)]), costs=costs))
     reading = costs.step_s([(512, 0)])
     expected = costs.request.arrive_s + reading + costs.request.answer_s
-    assert report.ttft_ms is not None
     assert report.ttft_ms.p50 == pytest.approx(1e3 * expected)
     # The handover stands between the first token and the second, which the decode node's first step makes.
     handover = costs.transfer_s(512) + costs.transfer.handover_s
     steps = [costs.step_s([], 1, context) for context in range(512, 516)]
-    assert report.tpot_ms is not None
     assert report.tpot_ms.p50 == pytest.approx(1e3 * (handover + sum(steps)) / 4)
-    assert report.itl_ms is not None
     assert report.itl_ms.max == pytest.approx(1e3 * (handover + steps[0]), rel=0.002)
     assert report.bytes_moved == 512 * costs.kv_bytes_per_token
 
@@ -82,8 +79,8 @@ def test_what_does_not_fit_waits_and_what_can_never_fit_fails() -> None:
     rows = apart([(0.0, 700, 200), (0.0, 700, 200), (1.0, 5000, 10)])
     report = simulate(a_setup(rows, prefill=0, decode=0, aggregated=1, costs=node_costs(blocks=70)))
     assert (report.served, report.failed) == (2, 1)
-    assert report.e2e_ms is not None
-    assert report.e2e_ms.max > 1.5 * report.e2e_ms.p50 / 2, "the second waits for the blocks of the first"
+    first_ms = 2 * report.e2e_ms.p50 - report.e2e_ms.max
+    assert report.e2e_ms.max > 1.5 * first_ms, "the second waits for the blocks of the first"
 
 
 def test_a_crowd_is_refused_as_the_router_refuses() -> None:

@@ -19,8 +19,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster import cli
 from tandem.cluster.bench.command import add_arguments, run
 from tandem.loadgen.options import options_from
-from tandem.router.tracing.record import TraceRecord
-from tandem.wire.tracing import Span, TracePhase
+from tests.cluster.trace.test_trace_command import record
 from tests.loadgen.fake_server import Exchange, FakeServer, answering, complete, serving
 from tests.loadgen.made_tokenizers import byte_level
 
@@ -164,11 +163,8 @@ async def answer_and_trace(exchange: Exchange) -> None:
     if not exchange.path.startswith("/traces/"):
         await answer_as_a_server(exchange)
         return
-    record = TraceRecord(
-        exchange.path.rpartition("/")[2], "", "t", "s", None, "", "/v1/completions", "m", 1.0, 1e9, 1.5, 200, 8, 4,
-        ["least wait"], [Span(TracePhase.READ, 1.0, 1.1)], [], [], [],
-    )  # fmt: skip
-    await exchange.respond(200, json.loads(msgspec.json.encode(record)))
+    traced = record(request_id=exchange.path.rpartition("/")[2], answer_id="")
+    await exchange.respond(200, json.loads(msgspec.json.encode(traced)))
 
 
 def test_one_request_in_the_middle_is_traced_and_its_timeline_shown(

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
-from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import status_of
 
 
-def status_of(name: str, role: Role, held: int = 0, free: int = 100) -> NodeStatus:
-    return NodeStatus(
-        node_id=name, role=role, epoch=1, state=NodeState.READY, free_blocks=free, total_blocks=100, running=0, waiting=0,
-        waiting_tokens=0, transfers=0, held_blocks=held, step_age_s=0.0, counters=NodeCounters(),
-    )  # fmt: skip
-
-
-def node(name: str, role: Role, phase: str = "ready", **held: int) -> SupervisedNode:
-    return SupervisedNode(name, role, "10.0.0.1", phase, "", 0, status_of(name, role, **held))
+def node(name: str, role: Role, phase: str = "ready", held: int = 0, free: int = 100) -> SupervisedNode:
+    status = status_of(name, role, held_blocks=held, free_blocks=free)
+    return SupervisedNode(name, role, "10.0.0.1", phase, "", 0, status)
 
 
 def cluster(

@@ -18,23 +18,11 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, Expectation, PoolView, SupervisedNode, not_foretold
 from tandem.cluster.orders import ConfigurationOrder, UnknownAction
 from tandem.router.config import ApiKey, RouterConfig
-from tandem.wire.forecasts import ExpectedFigure, Forecast
 from tandem.wire.nodes import Role
 from tests.cluster.direct_cluster import DirectCluster
+from tests.cluster.pools.foresight.test_grading import forecast
 
-FORECAST = Forecast(
-    "1 prefill, 1 decode",
-    "2 prefill, 1 decode",
-    60,
-    90.0,
-    [
-        ExpectedFigure("first token, p50", 1.0, 1.0, 0.6, 0.5, 0.7),
-        ExpectedFigure("first token, p90", 1.9, 1.9, 1.1, 0.9, 1.3),
-    ],
-    {"prefill": 0.9, "decode": 0.4},
-    {"prefill": 0.5, "decode": 0.42},
-)
-
+FORECAST = forecast()
 SIMPLY_SAID = Expectation(FORECAST, said="expected, by the last 60 requests: first token, p90 1.9 s → 1.1 s")
 
 

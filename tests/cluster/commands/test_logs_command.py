@@ -107,22 +107,19 @@ def test_an_age_is_read_and_one_that_is_none_or_too_many_lines_are_refused() -> 
         LogFilter(lines=5001)
 
 
-def test_a_cluster_that_is_followed_may_be_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_that_is_followed_may_be_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "LOOK_S", 0.0)
     cluster = Processes("decode-0")
 
-    async def follow() -> list[Any]:
-        heard: list[Any] = []
-        async for lines, remarks in looks(cluster, LogReader(LogFilter()), follow=True):
-            heard.append(([line.message for line in lines], [one.text for one in remarks]))
-            cluster.away = len(heard) in (1, 2)
-            if len(heard) == 2:
-                cluster.write("decode-0", "meanwhile")
-            if len(heard) == 4:
-                return heard
-        return heard
-
-    first, away, still, back = asyncio.run(follow())
+    heard: list[Any] = []
+    async for lines, remarks in looks(cluster, LogReader(LogFilter()), follow=True):
+        heard.append(([line.message for line in lines], [one.text for one in remarks]))
+        cluster.away = len(heard) in (1, 2)
+        if len(heard) == 2:
+            cluster.write("decode-0", "meanwhile")
+        if len(heard) == 4:
+            break
+    first, away, still, back = heard
     assert first == ([], [])
     assert away[0] == []
     assert "trying again: no controller" in away[1][0]
@@ -130,16 +127,12 @@ def test_a_cluster_that_is_followed_may_be_away_for_a_while(monkeypatch: pytest.
     assert back == (["meanwhile"], [])
 
 
-def test_without_following_an_absent_cluster_is_an_error() -> None:
+async def test_without_following_an_absent_cluster_is_an_error() -> None:
     cluster = Processes()
     cluster.away = True
-
-    async def once() -> None:
+    with pytest.raises(Unavailable):
         async for _ in looks(cluster, LogReader(LogFilter()), follow=False):
             pass
-
-    with pytest.raises(Unavailable):
-        asyncio.run(once())
 
 
 def test_it_is_shown_to_people_and_to_machines(

@@ -30,31 +30,20 @@ from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.orders import DrainOrder
 from tandem.router.page_state import PageState
 from tandem.wire.forecasts import ForecastScore
-from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus, SickDevice, TierStatus
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeCounters, NodeMemory, SickDevice, TierStatus
 from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.page_states import page_with
-from tests.cluster.pools.helpers import settle
+from tests.cluster.pools.helpers import settle, status_of
 
-STATUS = NodeStatus(
-    node_id="decode-0",
-    role=Role.DECODE,
-    epoch=1,
-    state=NodeState.READY,
-    free_blocks=60,
-    total_blocks=100,
-    running=3,
-    waiting=2,
-    waiting_tokens=40,
-    transfers=1,
-    held_blocks=0,
-    step_age_s=0.0,
+STATUS = status_of(
+    "decode-0", Role.DECODE, free_blocks=60, running=3, waiting=2, transfers=1,
     counters=NodeCounters(transfer_bytes_received=3 << 20),
     tiers=[
         TierStatus("cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20),
         TierStatus("disk", 1 << 30, 8 << 30, 0, 0, 0, 0, 0, left_out="a load was not done in its time"),
     ],
-)
+)  # fmt: skip
 VIEW = ClusterView(
     model="smollm2",
     pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
@@ -185,9 +174,6 @@ class FakeController(DirectCluster):
         await self.may_finish.wait()
         return self.finishes
 
-    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        return {}
-
     async def change_role(self, node_id: str, role: Role) -> None:
         await self.may_finish.wait()
 
@@ -197,9 +183,6 @@ class FakeController(DirectCluster):
         if self.silent:
             raise DeadlineExceeded("the controller did not say what it runs")
         return TandemConfig()
-
-    async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        return [f"{role.value}: to {size}" for role, size in wanted.items()]
 
     async def drain(self, timeout_s: float) -> bool:
         await self.may_finish.wait()

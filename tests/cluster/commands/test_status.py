@@ -146,26 +146,20 @@ def busy(output: int, now: float) -> PageState:
     )  # fmt: skip
 
 
-def top_shown(*states: PageState | None) -> str:
-    out = Console(file=io.StringIO(), width=150)
-    out.print(screen(*states))  # type: ignore[arg-type]
+def top_shown(now: PageState, before: PageState | None = None, width: int = 150) -> str:
+    out = Console(file=io.StringIO(), width=width)
+    out.print(screen(now, before))
     return out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_it_shows_nodes_the_last_ten_minutes_and_the_slowest_by_cause() -> None:
-    text = top_shown(busy(100, 1.0), None)
+    text = top_shown(busy(100, 1.0))
     assert "60/100" in text
     assert "within 2 s for 75.0%" in text
     assert "by cause: a node's line 1×" in text
     assert text.index("p0") < text.index("d0"), "what needs a person stands first"
     row = next(line for line in top_shown(busy(300, 3.0), busy(100, 1.0)).splitlines() if line.startswith("d0"))
     assert row.split()[-1] == "100", "rates are of the time between two looks"
-
-
-def narrow(state: PageState) -> str:
-    out = Console(file=io.StringIO(), width=80)
-    out.print(screen(state, None))
-    return out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_everything_can_be_read_in_80_columns() -> None:
@@ -184,7 +178,7 @@ def test_everything_can_be_read_in_80_columns() -> None:
         for number, cause in enumerate(ADVICE)
     ]
     nodes = [NodeRow(f"aggregated-{number}", "aggregated", "ready", "") for number in range(9, 12)]
-    lines = narrow(msgspec.structs.replace(known, slowest=slow, nodes=nodes)).splitlines()
+    lines = top_shown(msgspec.structs.replace(known, slowest=slow, nodes=nodes), width=80).splitlines()
     rows = [next(line for line in lines if line.startswith(f"0123456{number:x}")) for number in range(10)]
     assert [row.split()[-1] for row in rows] == [f"p{number}→d{number}" for number in range(10)]
     told = " ".join(" ".join(line.split()) for line in lines)
@@ -201,14 +195,14 @@ def test_what_is_shown_of_an_id_tells_it_from_the_others() -> None:
     slow = [
         msgspec.structs.replace(known, account=msgspec.structs.replace(known.account, request_id=one)) for one in ids
     ]
-    text = narrow(msgspec.structs.replace(state(), slowest=slow))
+    text = top_shown(msgspec.structs.replace(state(), slowest=slow), width=80)
     assert all(one in text for one in ids)
 
 
 def test_what_went_wrong_is_said() -> None:
     moment = Moment(0.0, errors=2, refused=3, restarts=1)
     node = NodeRow("d0", "decode", "ready", "", notes=["its disk tier is left out: it hangs"])
-    text = top_shown(msgspec.structs.replace(state(), moments=[moment], nodes=[node]), None)
+    text = top_shown(msgspec.structs.replace(state(), moments=[moment], nodes=[node]))
     assert "2 failed, 3 refused, 1 restarts of nodes" in text
     assert "! d0: its disk tier is left out: it hangs" in text
 

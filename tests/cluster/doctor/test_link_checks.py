@@ -26,33 +26,31 @@ def device(folder: Path, name: str, *states: str) -> None:
         (port / "link_layer").write_text("InfiniBand\n")
 
 
-@pytest.fixture
-def verbs(tmp_path: Path) -> Path:
-    folder = tmp_path / "dev"
-    folder.mkdir()
-    (folder / "uverbs0").touch()
-    return folder
-
-
-def test_an_rdma_port_that_is_active_is_named_with_its_rate(tmp_path: Path, verbs: Path) -> None:
-    found = link_checks.check_rdma(tmp_path / "not there", verbs)
-    assert found.level is Level.OK
-    assert "over TCP" in found.what
-    device(tmp_path / "sys", "mlx5_0", "4: ACTIVE", "1: DOWN")
-    found = link_checks.check_rdma(tmp_path / "sys", verbs)
-    assert (found.level, found.what) == (Level.OK, "mlx5_0:1 InfiniBand 400 Gb/sec active")
-    found = link_checks.check_rdma(tmp_path / "sys", tmp_path / "none")
-    assert found.level is Level.WARN, "a container does not have it"
-    assert "--device /dev/infiniband" in found.advice
-
-
-def test_rdma_ports_that_are_all_down_are_worth_a_warning(tmp_path: Path, verbs: Path) -> None:
-    device(tmp_path / "sys", "mlx5_0", "1: DOWN")
-    device(tmp_path / "sys", "mlx5_1", "2: INIT")
-    found = link_checks.check_rdma(tmp_path / "sys", verbs)
-    assert found.level is Level.WARN
-    assert found.what == "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init"
-    assert "ibstat" in found.advice
+@pytest.mark.parametrize(
+    ("ports", "has_verbs", "level", "what", "advice"),
+    [
+        ({}, True, Level.OK, "over TCP", ""),
+        ({"mlx5_0": ["4: ACTIVE", "1: DOWN"]}, True, Level.OK, "mlx5_0:1 InfiniBand 400 Gb/sec active", ""),
+        ({"mlx5_0": ["4: ACTIVE"]}, False, Level.WARN, "", "--device /dev/infiniband"),  # a container does not have it
+        (
+            {"mlx5_0": ["1: DOWN"], "mlx5_1": ["2: INIT"]}, True, Level.WARN,
+            "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init", "ibstat",
+        ),
+    ],
+    ids=["no device", "an active port", "no way to it", "all ports are down"],
+)  # fmt: skip
+def test_rdma_ports_are_named_with_their_rates_and_what_is_wrong_with_them(
+    tmp_path: Path, ports: dict[str, list[str]], has_verbs: bool, level: Level, what: str, advice: str
+) -> None:
+    for name, states in ports.items():
+        device(tmp_path / "sys", name, *states)
+    (tmp_path / "dev").mkdir()
+    if has_verbs:
+        (tmp_path / "dev" / "uverbs0").touch()
+    found = link_checks.check_rdma(tmp_path / "sys", tmp_path / "dev")
+    assert found.level is level
+    assert what in found.what
+    assert advice in found.advice
 
 
 @pytest.mark.parametrize(

@@ -29,40 +29,31 @@ def kernel(root: Path, driver: str, linux: str) -> None:
     write(root / "proc/sys/kernel/osrelease", linux)
 
 
+LOADED = "nvidia-peermem is loaded (driver 535.104.05)"
+
+
 @pytest.mark.parametrize(
-    ("driver", "linux", "module", "what"),
+    ("driver", "linux", "module", "level", "what"),
     [
-        (CLOSED.format("535.104.05"), "5.4.0-150", "nvidia_peermem", "nvidia-peermem is loaded (driver 535.104.05)"),
-        (CLOSED.format("535.104.05"), "5.4.0-150", "nv_peer_mem", "nvidia-peermem is loaded (driver 535.104.05)"),
-        (OPEN.format("580.95.05"), "6.8.0-79", "", "dma-buf (open kernel modules 580.95.05, Linux 6.8.0-79)"),
+        (CLOSED.format("535.104.05"), "5.4.0-150", "nvidia_peermem", Level.OK, LOADED),
+        (CLOSED.format("535.104.05"), "5.4.0-150", "nv_peer_mem", Level.OK, LOADED),
+        (OPEN.format("580.95.05"), "6.8.0-79", "", Level.OK, "dma-buf (open kernel modules 580.95.05, Linux 6.8.0-79)"),
+        (CLOSED.format("550.135"), "6.8.0", "", Level.WARN, "kernel modules (550.135) are not the open ones"),
+        (OPEN.format("510.54"), "6.8.0", "", Level.WARN, "the driver is 510.54, and 515 is needed"),
+        (OPEN.format("580.95.05"), "5.4.0-150", "", Level.WARN, "Linux is 5.4.0-150, and 5.12 is needed"),
+        (CLOSED.format("550.135"), "5.4.0", "", Level.WARN, "not the open ones and Linux is 5.4.0"),
+        ("", "", "", Level.WARN, "kernel modules (unknown) are not the open ones"),
     ],
 )
-def test_rdma_devices_read_gpus_by_a_module_or_by_dma_buf(
-    driver: str, linux: str, module: str, what: str, tmp_path: Path
+def test_rdma_devices_read_gpus_by_a_module_or_by_dma_buf_and_where_they_do_not_the_reason_is_said(
+    driver: str, linux: str, module: str, level: Level, what: str, tmp_path: Path
 ) -> None:
     kernel(tmp_path, driver, linux)
     (tmp_path / "sys/module" / module).mkdir(parents=True)
     found = check_gpu_direct(tmp_path)
-    assert found.level is Level.OK
-    assert found.what.startswith(what)
-
-
-@pytest.mark.parametrize(
-    ("driver", "linux", "why"),
-    [
-        (CLOSED.format("550.135"), "6.8.0", "kernel modules (550.135) are not the open ones"),
-        (OPEN.format("510.54"), "6.8.0", "the driver is 510.54, and 515 is needed"),
-        (OPEN.format("580.95.05"), "5.4.0-150", "Linux is 5.4.0-150, and 5.12 is needed"),
-        (CLOSED.format("550.135"), "5.4.0", "not the open ones and Linux is 5.4.0"),
-        ("", "", "kernel modules (unknown) are not the open ones"),
-    ],
-)
-def test_a_machine_that_does_neither_is_told_why(driver: str, linux: str, why: str, tmp_path: Path) -> None:
-    kernel(tmp_path, driver, linux)
-    found = check_gpu_direct(tmp_path)
-    assert found.level is Level.WARN
-    assert why in found.what
-    assert "modprobe nvidia-peermem" in found.advice
+    assert found.level is level
+    assert what in found.what
+    assert level is Level.OK or "modprobe nvidia-peermem" in found.advice
 
 
 def test_each_gpu_is_named_with_the_device_beside_it(tmp_path: Path) -> None:

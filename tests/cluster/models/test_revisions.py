@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from tandem.cluster.models.store import (
     split_revision,
 )
 from tandem.engine.config import SchedulingPolicy
+from tests.small_server import Answer, SmallServer
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -45,66 +44,44 @@ class Hub:
             commit: {"config.json": b"{}", "model.safetensors": commit.encode(), "code.py": b"raise"}
             for commit in (FIRST, SECOND)
         }
-        hub = self
+        self.server = SmallServer(self.answer)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        words = request.path.partition("?")[0].strip("/").split("/")
-        status, headers, body = 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+    def answer(self, path: str) -> Answer:
+        words = path.partition("?")[0].strip("/").split("/")
         if words[:3] != ["api", "models", "org"] and words[:2] != ["org", "model"]:
-            headers = {"X-Error-Code": "RepoNotFound"}
-        elif words[0] == "api":
-            commit = {"main": self.main, "v1": FIRST}.get((words + ["main"] * 6)[5], (words + [""] * 6)[5])
-            if commit in self.files and "tree" in words:
-                tree = [
-                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                    for name, content in self.files[commit].items()
-                ]
-                status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
-            elif commit in self.files:
-                siblings = [{"rfilename": name} for name in self.files[commit]]
-                listed = {"_id": "1", "id": "org/model", "modelId": "org/model", "sha": commit, "siblings": siblings}
-                status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()
-        else:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+        if words[0] != "api":
             commit, name = words[3], words[4]
             body = self.files[commit][name]
             etag = hashlib.sha256(body).hexdigest() if name == "model.safetensors" else hashlib.sha1(body).hexdigest()
-            status, headers = 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
-        request.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            request.send_header(key, value)
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
+            return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}, body
+        commit = {"main": self.main, "v1": FIRST}.get((words + ["main"] * 6)[5], (words + [""] * 6)[5])
+        if commit not in self.files:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        told: object = {
+            "_id": "1", "id": "org/model", "modelId": "org/model", "sha": commit,
+            "siblings": [{"rfilename": name} for name in self.files[commit]],
+        }  # fmt: skip
+        if "tree" in words:
+            told = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in self.files[commit].items()
+            ]
+        return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     hub = Hub()
     yield hub
-    hub.server.shutdown()
-    hub.server.server_close()
+    hub.server.close()
 
 
 def python(hub: Hub, home: Path, program: str) -> str:
     """The hub's client reads its address when it is imported, so each machine is a process."""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+        env={**os.environ, "HF_ENDPOINT": hub.server.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -160,7 +137,10 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(
     """Slow: runs interpreters."""
     monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setenv("HTTP_PROXY", proxy)
-    program = FETCH + "try: f('org/model', lambda what, share: None)\nexcept Exception as error: print(type(error).__name__, error)"
+    program = (
+        FETCH
+        + "try: f('org/model', lambda what, share: None)\nexcept Exception as error: print(type(error).__name__, error)"
+    )
     said = python(hub, tmp_path, "import os; os.environ['NO_PROXY'] = ''\n" + program)
     assert said.startswith("Unavailable the Hugging Face hub does not answer: ")
 
@@ -169,8 +149,7 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(
 def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_path: Path) -> None:
     """Slow: runs interpreters."""
     python(hub, tmp_path, FETCH + "f('org/model', lambda what, share: None)")
-    hub.server.shutdown()
-    hub.server.server_close()
+    hub.server.close()
     program = RESOLVE + "print(r('org/model'))\ntry: r('org/another')\nexcept Exception as error: print(error)"
     found, unknown = python(hub, tmp_path, program).splitlines()
     assert found == FIRST

@@ -54,22 +54,19 @@ def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_again_at_once")
-def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ending it for that would end all that serves on a machine when the controller restarts while the network to it is broken."""
     actor, killed = FarActor(), []
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
 
-    async def adopt() -> None:
-        def create() -> Any:
-            raise AssertionError("another one is started")
+    def create() -> Any:
+        raise AssertionError("another one is started")
 
-        router = RayRouter("router", "tandem", lambda running: running == b"as it is wanted", create, latest, 1.0)
-        info = await router.start(lambda what, share: pytest.fail(what))
-        assert info.url == "http://host:8000"
-        assert router.is_adopted
-
-    asyncio.run(adopt())
+    router = RayRouter("router", "tandem", lambda running: running == b"as it is wanted", create, latest, 1.0)
+    info = await router.start(lambda what, share: pytest.fail(what))
+    assert info.url == "http://host:8000"
+    assert router.is_adopted
     assert not killed
     assert actor.calls.count("configuration") == actor.calls.count("start") == 3
 
@@ -85,20 +82,16 @@ def gives_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_again_at_once")
-def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_actor", no_such_actor)
     said: list[str] = []
-
-    async def start() -> None:
-        router = RayRouter("router", "tandem", lambda running: True, FarActor, latest, 1.0)
-        await router.start(lambda what, share: said.append(what))
-
-    asyncio.run(start())
+    router = RayRouter("router", "tandem", lambda running: True, FarActor, latest, 1.0)
+    await router.start(lambda what, share: said.append(what))
     assert said == ["starting its process"]
 
 
 @pytest.mark.usefixtures("asks_again_at_once")
-def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner forgets the process then. If it lived on, it would keep its place, and no controller would know it. Who ends a
     whole deployment is told that Ray does not answer."""
     actor, killed, refusals = FarActor(), [], iter([True, True])
@@ -110,16 +103,18 @@ def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: 
 
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
     monkeypatch.setattr(ray, "kill", kill)
-    asyncio.run(handles.end_actor("decode-0", "tandem"))
+    await handles.end_actor("decode-0", "tandem")
     assert killed == [actor]
     refusals = itertools.repeat(True)
     monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.001)
     with pytest.raises(Unavailable, match="did not end the process decode-0 within"):
-        asyncio.run(handles.end_actor("decode-0", "tandem", 0.05))
+        await handles.end_actor("decode-0", "tandem", 0.05)
 
 
 @pytest.mark.usefixtures("asks_again_at_once")
-def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its ranks there would go on to hold their places and their memory."""
     removed, asked = list[str](), list[int]()
     groups = {
@@ -136,12 +131,12 @@ def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(m
     monkeypatch.setattr(ray, "get_actor", no_such_actor)
     monkeypatch.setattr(spread, "placement_group_table", table)
     monkeypatch.setattr(spread, "remove_placement_group", lambda group: removed.append(group.id.hex()))
-    asyncio.run(RayLauncher(1.0, namespace="tandem").end("decode-0"))
+    await RayLauncher(1.0, namespace="tandem").end("decode-0")
     assert [groups[each]["name"] for each in removed] == ["tandem:decode-0"]
 
 
 @pytest.mark.usefixtures("gives_up_at_once")
-def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray registers it when its control store is back, whether or not that is waited for."""
     actor, killed, begun, is_back = FarActor(), [], threading.Event(), threading.Event()
 
@@ -152,22 +147,18 @@ def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: p
 
     monkeypatch.setattr(ray, "get_actor", no_such_actor)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
-
-    async def stop() -> None:
-        router = RayRouter("router", "tandem", lambda running: True, create, latest, 0.1)
-        await asyncio.to_thread(begun.wait, 10.0)
-        stopping = asyncio.create_task(router.stop())
-        await asyncio.wait({stopping}, timeout=0.05)
-        assert not stopping.done()
-        is_back.set()
-        await asyncio.wait_for(stopping, 10.0)
-
-    asyncio.run(stop())
+    router = RayRouter("router", "tandem", lambda running: True, create, latest, 0.1)
+    await asyncio.to_thread(begun.wait, 10.0)
+    stopping = asyncio.create_task(router.stop())
+    await asyncio.wait({stopping}, timeout=0.05)
+    assert not stopping.done()
+    is_back.set()
+    await asyncio.wait_for(stopping, 10.0)
     assert killed == [actor]
 
 
 @pytest.mark.usefixtures("gives_up_at_once")
-def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have waited for minutes, and the deployment may have ended."""
     asked, created = asyncio.Event(), list[FarActor]()
 
@@ -180,11 +171,7 @@ def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch
         return created[0]
 
     monkeypatch.setattr(ray, "get_actor", no_such_actor)
-
-    async def stop() -> None:
-        router = RayRouter("router", "tandem", lambda running: True, create, replaced, 0.1)
-        await asyncio.wait_for(asked.wait(), 10.0)
-        await asyncio.wait_for(router.stop(), 10.0)
-
-    asyncio.run(stop())
+    router = RayRouter("router", "tandem", lambda running: True, create, replaced, 0.1)
+    await asyncio.wait_for(asked.wait(), 10.0)
+    await asyncio.wait_for(router.stop(), 10.0)
     assert created == []

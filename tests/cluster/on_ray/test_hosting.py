@@ -78,16 +78,20 @@ class FakeNode:
         self.stopped = True
 
 
-@pytest.fixture
-def host() -> tuple[NodeHost, FakeNode]:
+def hosted_with(model: ModelConfig, *finders: Callable[..., str]) -> tuple[NodeHost, FakeNode]:
     made: list[FakeNode] = []
 
     def make(config: NodeConfig) -> FakeNode:
         made.append(FakeNode(config))
         return made[-1]
 
-    config = NodeConfig(node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(threads=3)))
-    return NodeHost(make, msgspec.msgpack.encode(config)), made[0]  # type: ignore[arg-type]
+    config = NodeConfig(node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=model))
+    return NodeHost(make, msgspec.msgpack.encode(config), *finders), made[0]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def host() -> tuple[NodeHost, FakeNode]:
+    return hosted_with(ModelConfig(threads=3))
 
 
 @pytest.fixture(autouse=True)
@@ -158,35 +162,17 @@ def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> 
 
 
 @pytest.mark.parametrize(("draft", "found"), [("me/small", "/here/me/small"), ("mtp", None)])
-def test_a_node_looks_for_its_model_where_it_runs(
-    host: tuple[NodeHost, FakeNode], draft: str, found: str | None
-) -> None:
-    made: list[FakeNode] = []
-
-    def make(config: NodeConfig) -> FakeNode:
-        made.append(FakeNode(config))
-        made[-1].may_go_on.set()
-        return made[-1]
-
+def test_a_node_looks_for_its_model_where_it_runs(draft: str, found: str | None) -> None:
     def find(name: str, report: Callable[[str, float], None]) -> str:
         report(f"fetching {name}", 0.5)
         return f"/here/{name}"
 
-    config = NodeConfig(
-        node_id="decode-0",
-        role=Role.DECODE,
-        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"}, draft=draft)),
-    )
-    hosted = NodeHost(
-        make,  # type: ignore[arg-type]
-        msgspec.msgpack.encode(config),
-        find,
-        lambda name, where, report: f"/here/{name}/{where}",
-    )
+    model = ModelConfig(path="smollm2", adapters={"sql": "me/sql"}, draft=draft)
+    hosted, node = hosted_with(model, find, lambda name, where, report: f"/here/{name}/{where}")
+    node.may_go_on.set()
     hosted.start()
-    assert made[0].model_folder == "/here/smollm2"
-    assert made[0].adapters == {"sql": "/here/sql/me/sql"}
-    assert made[0].draft_folder == found
+    assert (node.model_folder, node.adapters) == ("/here/smollm2", {"sql": "/here/sql/me/sql"})
+    assert node.draft_folder == found
     assert hosted.progress_after(0, PATIENCE_S)[0] == 2 + bool(found), "fetching each, then loading"
 
 

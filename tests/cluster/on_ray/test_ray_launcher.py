@@ -25,7 +25,7 @@ NODE = NodeConfig(node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", trans
 replace = msgspec.structs.replace
 
 
-def hold_until_it_ends(
+async def hold_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, outcomes: list[object], machine: str = "", alive: Iterable[bool] = ()
 ) -> tuple[str, int]:
     """What `ended` says when `hold` comes to these outcomes, and how often it was called. `alive`: what Ray says of the machine
@@ -49,28 +49,25 @@ def hold_until_it_ends(
 
             return outcome()
 
-    async def work() -> str:
-        actor = SimpleNamespace(hold=Hold())
-        handle = handles.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, latest, 1.0, machine)
-        monkeypatch.setattr(handle, "_running", no_actor)
-        return await asyncio.wait_for(handle.ended(), 5)
-
     async def no_actor() -> None:
         return None
 
-    return asyncio.run(work()), asked
+    actor = SimpleNamespace(hold=Hold())
+    handle = handles.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, latest, 1.0, machine)
+    monkeypatch.setattr(handle, "_running", no_actor)
+    return await asyncio.wait_for(handle.ended(), 5), asked
 
 
 @pytest.mark.slow
-def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow: imports Ray. Starts nothing. Ray takes all that runs on a machine that it does not see for dead."""
     ray = import_ray()
     unreached = ray.exceptions.ActorUnavailableError("RPC error: recvmsg: Connection reset by peer", b"a" * 16)
     died = ray.exceptions.ActorDiedError()
-    said, asked = hold_until_it_ends(monkeypatch, [unreached, unreached, False, died])
+    said, asked = await hold_until_it_ends(monkeypatch, [unreached, unreached, False, died])
     assert said != "it was stopped"
     assert asked == 4, "asked again after each broken connection, and not after the death"
-    said, asked = hold_until_it_ends(monkeypatch, [died] * 9, "5c", [False, False, True])
+    said, asked = await hold_until_it_ends(monkeypatch, [died] * 9, "5c", [False, False, True])
     assert said != "it was stopped"
     assert asked == 3
 

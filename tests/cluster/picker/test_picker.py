@@ -6,14 +6,12 @@ import asyncio
 import json
 import re
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +29,18 @@ from tandem.cluster.picker.choice import RouterChoice, is_kept
 from tandem.cluster.picker.known_routers import KnownRouters, RouterName
 from tests.certificates import Pair, make_pair
 from tests.integration.cluster_lab import until_true
+from tests.small_server import SmallServer
 
 CHOSEN = "x-gateway-destination-endpoint"
 WITHIN_S = 30.0
 
 
-class Router:
+class Router(SmallServer):
     """Answers /health as it is told."""
 
     def __init__(self, pair: Pair | None = None) -> None:
         self.status = 200
-        router = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(router.status)
-                self.end_headers()
-                self.wfile.write(b'{"status": "played"}')
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        if pair is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*pair)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(lambda path: (self.status, {}, b'{"status": "played"}'), pair)
 
 
 @contextmanager
@@ -323,54 +302,42 @@ def test_paths_that_only_look_alike_are_spread() -> None:
     assert not is_kept("/v1/responses-of-others")
 
 
-class Played:
-    """Routers by address, which answer, refuse or are silent."""
-
-    def __init__(self, *routers: str) -> None:
-        self.answers: dict[str, Callable[[], httpx.Response]] = dict.fromkeys(routers, lambda: httpx.Response(200))
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        return self.answers[request.url.host]()
-
-
-def silent() -> httpx.Response:
-    raise httpx.ReadTimeout("")
-
-
-def test_each_address_of_a_name_is_a_router_and_one_silence_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played("10.0.0.1", "10.0.0.2")
+async def test_each_address_of_a_name_is_a_router_and_one_silence_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent: set[str] = set()
     names: dict[str, list[str]] = {"tandem": ["10.0.0.1", "10.0.0.2"]}
     gone: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host in silent:
+            raise httpx.ReadTimeout("")
+        return httpx.Response(200)
 
     async def found(host: str, port: int, **_: Any) -> list[Any]:
         if host not in names:
             raise socket.gaierror(-3, "Temporary failure in name resolution")
         return [(0, 0, 0, "", (ip, port)) for ip in names[host]]
 
-    async def run() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
-        async with httpx.AsyncClient(transport=httpx.MockTransport(played)) as http:
-            routers = KnownRouters([RouterName.parse("tandem:8000")], http, gone.extend)
-            assert not routers.has_looked
-            await routers.look()
-            assert routers.ready == ["10.0.0.1:8000", "10.0.0.2:8000"]
-            played.answers["10.0.0.1"] = silent
-            await routers.look()
-            assert routers.ready == ["10.0.0.1:8000", "10.0.0.2:8000"]
-            await routers.look()
-            assert routers.ready == ["10.0.0.2:8000"]
-            del names["tandem"]
-            await routers.look()
-            assert routers.ready == ["10.0.0.2:8000"]
-            names["tandem"] = []
-            await routers.look()
-            assert routers.ready == []
-            assert gone == ["10.0.0.1:8000", "10.0.0.2:8000"]
-
-    asyncio.run(run())
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        routers = KnownRouters([RouterName.parse("tandem:8000")], http, gone.extend)
+        assert not routers.has_looked
+        await routers.look()
+        assert routers.ready == ["10.0.0.1:8000", "10.0.0.2:8000"]
+        silent.add("10.0.0.1")
+        await routers.look()
+        assert routers.ready == ["10.0.0.1:8000", "10.0.0.2:8000"]
+        await routers.look()
+        assert routers.ready == ["10.0.0.2:8000"]
+        del names["tandem"]
+        await routers.look()
+        assert routers.ready == ["10.0.0.2:8000"]
+        names["tandem"] = []
+        await routers.look()
+        assert routers.ready == []
+        assert gone == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
-def test_a_router_that_answers_piece_by_piece_for_ever_holds_up_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_answers_piece_by_piece_for_ever_holds_up_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' readiness would stay as it was."""
     monkeypatch.setattr(known_routers, "ANSWER_S", 0.5)
     ended = threading.Event()
@@ -382,30 +349,25 @@ def test_a_router_that_answers_piece_by_piece_for_ever_holds_up_no_look(monkeypa
             while not ended.wait(0.05):
                 connection.sendall(b"x")
 
-    async def look(address: str) -> None:
-        async with httpx.AsyncClient(timeout=0.5, trust_env=False) as http, asyncio.timeout(WITHIN_S):
-            routers = KnownRouters([RouterName.parse(address)], http)
-            await routers.look()
-            assert routers.why_none.startswith(f"{address}: no answer within")
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         dripping = threading.Thread(target=drip, args=(listener,))
         dripping.start()
         try:
-            asyncio.run(look(f"127.0.0.1:{listener.getsockname()[1]}"))
+            async with httpx.AsyncClient(timeout=0.5, trust_env=False) as http:
+                routers = KnownRouters([RouterName.parse(address)], http)
+                await routers.look()
+            assert routers.why_none.startswith(f"{address}: no answer within")
         finally:
             ended.set()
             dripping.join()
 
 
-def test_a_name_that_cannot_be_one_is_a_router_that_is_not_there() -> None:
-    async def look() -> None:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            routers = KnownRouters([RouterName.parse(f"{'a' * 70}.example:8000")], http)
-            await routers.look()
-            assert (routers.has_looked, routers.ready) == (True, [])
-
-    asyncio.run(look())
+async def test_a_name_that_cannot_be_one_is_a_router_that_is_not_there() -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        routers = KnownRouters([RouterName.parse(f"{'a' * 70}.example:8000")], http)
+        await routers.look()
+        assert (routers.has_looked, routers.ready) == (True, [])
 
 
 def test_a_picker_that_looks_no_longer_ends(

@@ -167,6 +167,21 @@ def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
     )  # fmt: skip
 
 
+def status_of(node_id: str, role: Role, **fields: Any) -> NodeStatus:
+    """An idle node's, but for these fields."""
+    idle = {
+        "free_blocks": 100,
+        "total_blocks": 100,
+        "running": 0,
+        "waiting": 0,
+        "waiting_tokens": 0,
+        "transfers": 0,
+        "held_blocks": 0,
+    }
+    given = {"epoch": 1, "state": NodeState.READY, "step_age_s": 0.0, "counters": NodeCounters(), **idle, **fields}
+    return NodeStatus(node_id, role, **given)
+
+
 class FakeNode(FakeProcess):
     def __init__(self, config: NodeConfig, host: Host, slot: Role, epochs: Iterator[int]) -> None:
         super().__init__()
@@ -253,10 +268,9 @@ class FakeNode(FakeProcess):
 
     async def status(self) -> NodeStatus:
         await self._answer()
-        return NodeStatus(
-            node_id=self.info.node_id, role=self.info.role, epoch=self.epoch_in_status, state=self.state,
-            free_blocks=self.free_blocks, total_blocks=100, running=0, waiting=0, waiting_tokens=0, transfers=0,
-            held_blocks=0, step_age_s=self.step_age_s,
+        return status_of(
+            self.info.node_id, self.info.role, epoch=self.epoch_in_status, state=self.state,
+            free_blocks=self.free_blocks, step_age_s=self.step_age_s,
             counters=NodeCounters(requests_finished=self.finished, client_errors=self.client_errors, wrong_kv=self.wrong_kv),
             detail="out of luck" if self.state is NodeState.FAILED else "", sick=self.sick,
         )  # fmt: skip

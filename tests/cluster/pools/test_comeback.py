@@ -63,7 +63,8 @@ async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
 # --- a controller that comes back
 
 
-async def test_a_drain_waits_until_a_new_controller_reaches_what_runs() -> None:
+@pytest.mark.parametrize("is_reached", [True, False])
+async def test_a_drain_waits_until_a_new_controller_reaches_what_runs_and_says_if_it_does_not(is_reached: bool) -> None:
     """`tandem down` asks again when the controller was killed while it drained: what runs would be cut off."""
     async with started(*PD) as rig:
         running = [rig.launcher.router, *map(rig.launcher.node, ("prefill-0", "decode-0"))]
@@ -74,21 +75,11 @@ async def test_a_drain_waits_until_a_new_controller_reaches_what_runs() -> None:
         drain = asyncio.create_task(rig.controller.drain())
         await rig.clock.advance(1.0)
         assert not drain.done()
-        for process in running:
+        for process in running[: None if is_reached else 2]:
             process.may_start.set()
-        assert await drain
-        assert all(process.drained_with is not None for process in running)
-        await start
-
-
-async def test_a_drain_says_what_a_new_controller_did_not_reach_in_time() -> None:
-    async with started(*PD) as rig:
-        rig.launcher.node("decode-0").starts_at_once = False
-        await rig.kill_controller()
-        start = asyncio.create_task(rig.controller.start())
-        drain = asyncio.create_task(rig.controller.drain())
-        await rig.clock.advance(TIMEOUTS.nodes.drain_s)
-        assert not await drain
+        await rig.clock.advance(0.0 if is_reached else TIMEOUTS.nodes.drain_s)
+        assert await drain == is_reached
+        assert all(process.drained_with is not None for process in running) == is_reached
         rig.launcher.node("decode-0").may_start.set()
         await start
 
@@ -197,10 +188,8 @@ async def test_what_could_not_be_recorded_is_recorded_later() -> None:
         now = rig.node("decode-0").info
         assert now.epoch in [member.epoch for member in rig.launcher.router.memberships[-1]]
         rig.store.save_error = None
-        rig.hosts.join(one_machine(8))  # what is wanted is looked at again
         await rig.clock.advance(5.0)
         record = decode(rig.store.state).known("decode-0")
-        assert record.info is not None
         assert record.info.epoch == now.epoch
 
 

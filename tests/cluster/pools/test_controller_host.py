@@ -11,12 +11,11 @@ import msgspec
 import pytest
 
 from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unavailable
-from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import ControllerConfig, PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, ExchangePhase, ExchangeView, PoolView
 from tandem.cluster.events import Events
-from tandem.cluster.orders import AdaptersOrder, ApplyOrder, ChangeRoleOrder, DrainOrder, Order, ScaleOrder, ViewOrder
+from tandem.cluster.orders import AdaptersOrder, ApplyOrder, Order, ScaleOrder, ViewOrder
 from tandem.cluster.pools.changes import difference
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
@@ -35,8 +34,6 @@ class FakeControl:
     def __init__(self) -> None:
         self.config = TandemConfig()
         self.sizes = {Role.PREFILL: 1, Role.DECODE: 1, Role.AGGREGATED: 0}
-        self.drained: list[tuple[str, float]] = []
-        self.roles: list[tuple[str, Role]] = []
 
     async def view(self) -> ClusterView:
         pools = [PoolView(role, size, size, size, size) for role, size in self.sizes.items()]
@@ -56,31 +53,8 @@ class FakeControl:
         self.config = config
         return AppliedChange([f"{role.value}: {size}" for role, size in sizes.items()], [], [], [], 0)
 
-    async def go_back(self) -> None: ...
-    async def pause(self, names: list[str]) -> list[str]:
-        return names
-
-    async def resume(self, names: list[str]) -> list[str]:
-        return []
-
     async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
         return dict(load)
-
-    async def reset_cache(self, names: list[str]) -> list[str]:
-        return names
-
-    async def logs(self, query: LogsQuery) -> ClusterLogs:
-        return ClusterLogs({}, dict.fromkeys(query.names, "asked"))
-
-    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        self.drained.append((node_id, timeout_s))
-        return True
-
-    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        return {}
-
-    async def change_role(self, node_id: str, role: Role) -> None:
-        self.roles.append((node_id, role))
 
 
 class FakeDeployment:
@@ -294,16 +268,9 @@ async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
 
 async def test_what_is_asked_reaches_the_controller() -> None:
     async with Rig() as rig:
-        control = rig.made.control
-        assert await ordered(rig, ScaleOrder({Role.DECODE: 3})) == ["decode: 3"]
-        assert await ordered(rig, DrainOrder("decode-0", 5.0))
-        await ordered(rig, ChangeRoleOrder("prefill-0", Role.DECODE))
-        assert control.drained == [("decode-0", 5.0)]
-        assert control.roles == [("prefill-0", Role.DECODE)]
+        assert await ordered(rig, ScaleOrder({Role.DECODE: 2})) == ["decode: 2"]
         changes = await rig.host.act("scale", b'{"pools": {"decode": 3}}')
         assert changes == b'{"changes":["decode: 3"]}'
-        await rig.host.act("role", b'{"node": "prefill-1", "role": "decode"}')
-        assert control.roles[1:] == [("prefill-1", Role.DECODE)]
         view = await ordered(rig, ViewOrder())
         assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
         assert await rig.host.drain(), "a controller that was killed while it drained is asked again when it is back"

@@ -39,20 +39,29 @@ from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, machines, pool_o
 
 
 def config(
-    prefill: int = 0, decode: int = 0, aggregated: int = 0, threads: dict[str, int] | None = None
+    prefill: PoolConfig | int = 0, decode: PoolConfig | int = 0, aggregated: PoolConfig | int = 0, kv: int | None = None
 ) -> TandemConfig:
-    counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
-    made = {name: PoolConfig(nodes=count, threads=(threads or {}).get(name)) for name, count in counts.items()}
-    return TandemConfig(pools=PoolsConfig(**made))
+    asked = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
+    made = {name: PoolConfig(nodes=pool) if isinstance(pool, int) else pool for name, pool in asked.items()}
+    return TandemConfig(pools=PoolsConfig(**made), cache=CacheConfig(memory_bytes=kv))
+
+
+def with_threads(*threads: int | None) -> list[PoolConfig]:
+    return [PoolConfig(nodes=1, threads=count) for count in threads]
 
 
 def placed_on(asked: TandemConfig, here: LocalMachine) -> dict[str, NodePlacement]:
-    placed = {node.node_id: node.placement for node in place_nodes(asked, here)}
-    return {node_id: placement for node_id, placement in placed.items() if placement is not None}
+    return {node.node_id: node.placement for node in place_nodes(asked, here)}
+
+
+def placed(asked: TandemConfig, hosts: list[Host], nodes: list[NodeRecord], role: Role) -> NodePlacement:
+    found = place(asked, hosts, nodes, role)
+    assert found is not None
+    return found
 
 
 def cores_of(nodes: list[NodeRecord]) -> dict[str, tuple[int, ...]]:
-    return {node.node_id: node.placement.cores for node in nodes if node.placement is not None}
+    return {node.node_id: node.placement.cores for node in nodes}
 
 
 def machine_with(cores: int, gpus: int = 0) -> LocalMachine:
@@ -65,7 +74,7 @@ def machine_with(cores: int, gpus: int = 0) -> LocalMachine:
         (config(1, 1), 2, [(0,), (1,)]),
         (config(aggregated=1), 4, [(0, 1, 2, 3)]),
         (config(1, 1), 5, [(0, 1, 2), (3, 4)]),
-        (config(2, 1, threads={"prefill": 1}), 8, [(0,), (1,), (2, 3, 4, 5, 6, 7)]),
+        (config(PoolConfig(nodes=2, threads=1), 1), 8, [(0,), (1,), (2, 3, 4, 5, 6, 7)]),
         (config(2, 2), 2, [(0,), (1,), (0,), (1,)]),
     ],
     ids=["one each", "alone", "the odd core", "a count of its own", "in turns"],
@@ -77,13 +86,13 @@ def test_cores_are_divided_and_who_reads_prompts_comes_first(
 
 
 def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers() -> None:
-    for threads in ({"prefill": 3, "decode": 3}, {"prefill": 4}):
+    for threads in ((3, 3), (4, None)):
         with pytest.raises(ConfigurationError, match=r"asks for \d cores.* this machine has 4"):
-            place_nodes(config(1, 1, threads=threads), machine_with(4))
+            place_nodes(config(*with_threads(*threads)), machine_with(4))
     container = LocalMachine(tuple(range(64)), quota=3)
     assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
     with pytest.raises(ConfigurationError, match="this machine has 3"):
-        place_nodes(config(1, 1, threads={"decode": 3}), container)
+        place_nodes(config(*with_threads(None, 3)), container)
     with pytest.raises(ConfigurationError, match="too many for 3 cores"):
         place_nodes(config(6, 7), container)
 
@@ -92,9 +101,8 @@ def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers() -> Non
 def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode: int, cores: int) -> None:
     asked = config(prefill, decode)
     asked = msgspec.structs.replace(asked, pools=msgspec.structs.replace(asked.pools, nodes_per_core=10))
-    placed = place_nodes(asked, machine_with(cores))
-    shares = cores_of(placed).values()
-    assert len(shares) == len(placed)
+    shares = cores_of(place_nodes(asked, machine_with(cores))).values()
+    assert len(shares) == prefill + decode
     given_out = [core for share in shares for core in share]
     if 0 < prefill + decode <= cores:
         assert sorted(given_out) == list(range(cores))
@@ -135,11 +143,8 @@ def test_nodes_that_come_and_go_on_a_machine_never_share_its_cores(
 def test_a_machine_with_places_of_every_kind_gives_its_cores_to_the_layout_that_is_used() -> None:
     slots = {Role.PREFILL: 1, Role.DECODE: 1, Role.AGGREGATED: 1}
     host = Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)
-    together = place(config(aggregated=1), [host], [], Role.AGGREGATED)
-    apart = place(config(1, 1), [host], [], Role.DECODE)
-    assert together is not None
-    assert apart is not None
-    assert (together.cores, len(apart.cores)) == ((0, 1, 2, 3), 2)
+    assert placed(config(aggregated=1), [host], [], Role.AGGREGATED).cores == (0, 1, 2, 3)
+    assert len(placed(config(1, 1), [host], [], Role.DECODE).cores) == 2
 
 
 @given(
@@ -151,21 +156,17 @@ def test_each_island_gets_as_many_of_both_roles_as_it_can(order: list[Role], isl
     hosts = [Host(str(number), "", (0, 1), slots=slots, island=island) for number, island in enumerate(islands)]
     nodes: list[NodeRecord] = []
     for number, role in enumerate(order):
-        placement = place(config(3, 3), hosts, nodes, role)
-        assert placement is not None
-        nodes.append(NodeRecord(str(number), role, placement))
-    there = Counter((islands[int(node.placement.host)], node.role) for node in nodes if node.placement)
+        nodes.append(NodeRecord(str(number), role, placed(config(3, 3), hosts, nodes, role)))
+    there = Counter((islands[int(node.placement.host)], node.role) for node in nodes)
     for island in set(islands):
         assert abs(there[island, Role.PREFILL] - there[island, Role.DECODE]) <= 1
 
 
 def test_a_node_on_several_machines_stays_in_one_island() -> None:
     hosts = [Host(name, name, (0,), slots={Role.PREFILL: 1}, island=name[0]) for name in ("a1", "b1", "a2", "b2")]
-    asked = msgspec.structs.replace(config(), pools=PoolsConfig(prefill=PoolConfig(nodes=2, machines=2)))
-    first = place(asked, hosts, [], Role.PREFILL)
-    assert first is not None
-    second = place(asked, hosts, [NodeRecord("0", Role.PREFILL, first)], Role.PREFILL)
-    assert second is not None
+    asked = config(PoolConfig(nodes=2, machines=2))
+    first = placed(asked, hosts, [], Role.PREFILL)
+    second = placed(asked, hosts, [NodeRecord("0", Role.PREFILL, first)], Role.PREFILL)
     assert (first.hosts, second.hosts) == (["a1", "a2"], ["b1", "b2"])
 
 
@@ -174,21 +175,14 @@ def test_the_emptiest_machine_comes_first() -> None:
     nodes: list[NodeRecord] = []
     for number in range(4):
         nodes.append(NodeRecord(str(number), Role.DECODE, place(config(0, 4), hosts, nodes, Role.DECODE)))
-    assert [node.placement.host for node in nodes if node.placement] == ["a", "b", "a", "b"]
+    assert [node.placement.host for node in nodes] == ["a", "b", "a", "b"]
     assert place(config(0, 4), hosts, nodes, Role.DECODE) is None
 
 
 def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
-    placed = list(placed_on(config(2, 1), machine_with(8, gpus=2)).values())
-    assert [placement.device for placement in placed] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [placement.memory_share for placement in placed] == [0.425, 0.85, 0.425]
-
-
-def wide(**pools: tuple[int, int]) -> TandemConfig:
-    """A configuration with (nodes, ranks of a node) for each pool."""
-    asked = {"prefill": (0, 1), "decode": (0, 1), **pools}
-    made = {name: PoolConfig(nodes=count, tensor_parallel=width) for name, (count, width) in asked.items()}
-    return TandemConfig(pools=PoolsConfig(**made))
+    found = placed_on(config(2, 1), machine_with(8, gpus=2)).values()
+    shares = [(placement.device, placement.memory_share) for placement in found]
+    assert shares == [("cuda:0", 0.425), ("cuda:1", 0.85), ("cuda:0", 0.425)]
 
 
 def gpus_of(asked: TandemConfig, placement: NodePlacement) -> set[int]:
@@ -204,22 +198,22 @@ def gpus_of(asked: TandemConfig, placement: NodePlacement) -> set[int]:
 def test_a_nodes_gpus_follow_one_another_and_are_shared_only_where_there_are_too_few(
     prefill: tuple[int, int], decode: tuple[int, int], gpus: int
 ) -> None:
-    asked = wide(prefill=prefill, decode=decode)
-    placed = placed_on(asked, machine_with(16, gpus=gpus))
+    asked = config(*(PoolConfig(nodes=count, tensor_parallel=width) for count, width in (prefill, decode)))
+    placements = placed_on(asked, machine_with(16, gpus=gpus)).values()
     used = [0] * gpus
-    for placement in placed.values():
+    for placement in placements:
         for gpu in gpus_of(asked, placement):  # raises where there is none of that number
             used[gpu] += 1
     if sum(count * width for count, width in (prefill, decode)) <= gpus:
         assert max(used) == 1
-    for placement in placed.values():
+    for placement in placements:
         sharing = max(used[gpu] for gpu in gpus_of(asked, placement))
         assert placement.memory_share * sharing <= 0.85 + 1e-9
 
 
 def test_a_node_of_more_ranks_than_gpus_is_refused_before_it_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"decode node has 4 ranks .* this machine has 2 GPUs"):
-        placed_on(wide(decode=(1, 4)), machine_with(8, gpus=2))
+        placed_on(config(0, PoolConfig(nodes=1, tensor_parallel=4)), machine_with(8, gpus=2))
 
 
 def test_a_device_that_was_named_is_kept_and_nodes_of_one_machine_divide_its_memory() -> None:
@@ -248,7 +242,6 @@ def test_a_pools_own_options_come_before_those_of_all_nodes_and_an_aggregated_no
     transfer = replace(asked.transfer, options={"progress_ms": "9", "backend": "UCX"})
     asked = replace(asked, pools=replace(asked.pools, decode=decode), transfer=transfer)
     told = node_config(asked, "decode-0", Role.DECODE, place).transfer
-    assert told is not None
     assert told.options == {"progress_ms": "5", "backend.num_workers": "2", "backend": "UCX"}
     assert node_config(asked, "prefill-0", Role.PREFILL, place).transfer == asked.transfer
     (place,) = placed_on(config(aggregated=1), machine_with(1)).values()
@@ -291,19 +284,19 @@ def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
 def test_encoder_nodes_have_cores_of_their_own_beside_either_layout() -> None:
     asked = config(1, 1)
     asked = msgspec.structs.replace(asked, pools=msgspec.structs.replace(asked.pools, encode=PoolConfig(nodes=1)))
-    placed = placed_on(asked, machine_with(3))
-    assert [node_id for node_id in placed if node_id.startswith("encode")] == ["encode-0"]
-    assert len({core for place in placed.values() for core in place.cores}) == 3
-    assert node_config(asked, "encode-0", Role.ENCODE, placed["encode-0"]).transfer is None
+    found = placed_on(asked, machine_with(3))
+    assert found.keys() == {"prefill-0", "decode-0", "encode-0"}
+    assert len({core for each in found.values() for core in each.cores}) == 3
+    assert node_config(asked, "encode-0", Role.ENCODE, found["encode-0"]).transfer is None
     slots = {Role.PREFILL: 1, Role.DECODE: 1, Role.ENCODE: 1}
-    without = place(config(1, 1), [Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)], [], Role.DECODE)
-    assert without is not None
-    assert len(without.cores) == 2, "no core waits for an encoder node that is not asked for"
+    host = Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)
+    assert len(placed(config(1, 1), [host], [], Role.DECODE).cores) == 2, (
+        "no core waits for an encoder node that is not asked for"
+    )
 
 
-def spread_over(machines: int, **pool: object) -> TandemConfig:
-    pools = PoolsConfig(prefill=PoolConfig(nodes=1, tensor_parallel=4, machines=machines, **pool), decode=PoolConfig())  # type: ignore[arg-type]
-    return TandemConfig(pools=pools)
+def spread(nodes: int | None) -> PoolConfig:
+    return PoolConfig(nodes=nodes, tensor_parallel=4, machines=2, resources={"GPU": 4})
 
 
 def places_for(*counts: int, gpus: int = 0) -> list[Host]:
@@ -313,13 +306,11 @@ def places_for(*counts: int, gpus: int = 0) -> list[Host]:
 
 
 def test_a_spread_node_has_a_place_on_each_of_its_machines() -> None:
-    asked, hosts = spread_over(2), places_for(1, 2, 1)
-    first = place(asked, hosts, [], Role.PREFILL)
-    assert first is not None
+    asked, hosts = config(spread(1)), places_for(1, 2, 1)
+    first = placed(asked, hosts, [], Role.PREFILL)
     assert first.hosts == ["m0", "m1"]
     one = NodeRecord("prefill-0", Role.PREFILL, first)
-    second = place(asked, hosts, [one], Role.PREFILL)
-    assert second is not None
+    second = placed(asked, hosts, [one], Role.PREFILL)
     assert sorted(second.hosts) == ["m1", "m2"], "each has a place left, and none has two parts of one node"
     (shared,) = (part.cores for part in second.parts if part.host == "m1")
     (taken,) = (part.cores for part in first.parts if part.host == "m1")
@@ -330,9 +321,8 @@ def test_a_spread_node_has_a_place_on_each_of_its_machines() -> None:
 
 
 def test_a_spread_node_is_told_of_its_other_machines() -> None:
-    asked = spread_over(2)
-    placement = place(asked, places_for(1, 1, gpus=2), [], Role.PREFILL)
-    assert placement is not None
+    asked = config(spread(1))
+    placement = placed(asked, places_for(1, 1, gpus=2), [], Role.PREFILL)
     told = node_config(asked, "prefill-0", Role.PREFILL, placement)
     assert (told.host, told.machines, told.ranks) == ("10.0.0.0", 2, 4)
     assert [(there.host, there.cores, there.device) for there in told.others] == [
@@ -342,16 +332,12 @@ def test_a_spread_node_is_told_of_its_other_machines() -> None:
 
 
 def test_what_one_machine_carries_of_a_spread_node_is_a_part_of_it() -> None:
-    here = of_one_machine(spread_over(2, resources={"GPU": 4}))
+    here = of_one_machine(config(spread(1)))
     assert (here.pools.prefill.ranks, here.pools.prefill.resources) == (2, {"GPU": 2})
     assert place_nodes(here, machine_with(8, gpus=2))
     assert of_one_machine(config(1, 1)) == config(1, 1)
     with pytest.raises(ConfigurationError, match=r"pools\.prefill\.machines is 2, and this is one machine"):
-        place_nodes(spread_over(2), machine_with(8))
-
-
-def empty_config(prefill: PoolConfig, decode: PoolConfig) -> TandemConfig:
-    return TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode))
+        place_nodes(config(spread(1)), machine_with(8))
 
 
 def test_a_machine_has_as_many_places_as_its_scarcest_resource_allows() -> None:
@@ -371,18 +357,17 @@ def test_a_machine_without_the_labels_that_a_pool_wants_has_no_place_for_it() ->
 
 def test_what_no_machine_offers_is_said_with_how_to_offer_it() -> None:
     one, following = PoolConfig(nodes=1), PoolConfig(nodes=None)
-    assert lacking(empty_config(one, one), [Offer({"prefill": 1.0}), Offer({"decode": 2.0})]) == []
-    wanted = empty_config(PoolConfig(nodes=2), PoolConfig(nodes=1, resources={"GPU": 1}))
+    assert lacking(config(one, one), [Offer({"prefill": 1.0}), Offer({"decode": 2.0})]) == []
+    wanted = config(2, PoolConfig(nodes=1, resources={"GPU": 1}))
     prefill, decode = lacking(wanted, [Offer({"prefill": 1.0, "decode": 4.0})])
     assert "pools.prefill wants 2 nodes, but the cluster's machines have room for 1" in prefill
     assert "no room for any" in decode
     assert """ray start --resources '{"decode": 1, "GPU": 1}'""" in decode
-    wanted = empty_config(one, PoolConfig(nodes=1, label_selector={"zone": "!a"}))
+    wanted = config(one, PoolConfig(nodes=1, label_selector={"zone": "!a"}))
     (said,) = lacking(wanted, [Offer({"prefill": 1.0, "decode": 1.0}, {"zone": "a"})])
     assert said.startswith("pools.decode wants 1 node, but the cluster's machines have no room for any")
     assert "with the labels {zone: !a} (ray start --resources '{\"decode\": 1}' --labels KEY=VALUE" in said
-    together = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig(), aggregated=following)
-    for asked, pool in ((empty_config(following, following), "decode"), (TandemConfig(pools=together), "aggregated")):
+    for asked, pool in ((config(following, following), "decode"), (config(aggregated=following), "aggregated")):
         (said,) = lacking(asked, [])
         assert f"pools.{pool} wants 1 node" in said
 
@@ -398,10 +383,6 @@ def test_nodes_that_were_made_with_other_needs_stay_and_others_get_what_they_lea
     assert places_left(machine, elsewhere, old) == {Role.DECODE: 2, Role.PREFILL: 1}, "what is there, and no more"
     same = [TakenPlace("m", Role.DECODE, Offer({"decode": 1.0, "GPU": 2}))]
     assert places_left(machine, two_gpus, same) == places(machine, two_gpus)
-
-
-def spread(nodes: int | None) -> PoolConfig:
-    return PoolConfig(nodes=nodes, tensor_parallel=4, machines=2, resources={"GPU": 4})
 
 
 def hosts_of(rig: Rig, name: str) -> set[str]:
@@ -480,17 +461,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def asked(prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None) -> TandemConfig:
-    return TandemConfig(pools=pools(prefill, decode), cache=CacheConfig(memory_bytes=kv))
-
-
-def cores(count: int) -> LocalMachine:
-    return LocalMachine(tuple(range(count)))
-
-
 def said_of_cores(config: TandemConfig, count: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        place_nodes(config, cores(count))
+        place_nodes(config, machine_with(count))
     return str(caught.value)
 
 
@@ -504,15 +477,15 @@ def said_of_memory(config: TandemConfig, free: int, weights: int = 0, *, on_cpu:
 
 
 def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit() -> None:
-    assert said_of_cores(asked(64), 2) == (
+    assert said_of_cores(config(64, 1), 2) == (
         "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share a core slow each other "
         "down, and 4 per core are the most, 8 in all: ask for fewer (--prefill, --decode)"
     )
-    said = said_of_cores(asked(decode=PoolConfig(nodes=1, max=30)), 2)
+    said = said_of_cores(config(1, PoolConfig(nodes=1, max=30)), 2)
     assert "1 prefill node and 30 decode nodes" in said, "a pool counts as large as it may become"
     assert "(--prefill, pools.decode.max)" in said
-    assert len(place_nodes(asked(7), cores(2))) == 8
-    assert len(place_nodes(asked(9), LocalMachine(cores=()))) == 10, "where the cores are unknown"
+    assert len(place_nodes(config(7, 1), machine_with(2))) == 8
+    assert len(place_nodes(config(9, 1), LocalMachine(cores=()))) == 10, "where the cores are unknown"
 
 
 async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_take() -> None:
@@ -529,40 +502,40 @@ async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_ta
 
 
 def test_caches_that_the_machine_cannot_hold_are_refused_with_what_it_can() -> None:
-    said = said_of_memory(asked(kv=900 * GIB), 20 * GIB)
+    said = said_of_memory(config(1, 1, kv=900 * GIB), 20 * GIB)
     assert said == (
         "2 nodes with 900.0 GiB of KV cache each need at least 1.8 TiB of memory, and 20.0 GiB is free on this machine: "
         "give each at most 9.3GiB (--kv-memory)"
     )
-    said = said_of_memory(asked(3, 1, kv=6 * GIB), 20 * GIB)
+    said = said_of_memory(config(3, 1, kv=6 * GIB), 20 * GIB)
     assert "4 nodes with 6.0 GiB of KV cache each need at least 26.0 GiB" in said
     assert "or ask for at most 3 nodes in all (--prefill, --decode)" in said
-    check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)  # what is unknown is left to the nodes
+    check_memory(config(1, 1, kv=900 * GIB), None, 0, on_cpu=True)  # what is unknown is left to the nodes
 
 
 def test_nodes_that_need_more_than_there_is_without_any_cache_are_refused() -> None:
-    said = said_of_memory(asked(64, 2), 20 * GIB)
+    said = said_of_memory(config(64, 2), 20 * GIB)
     assert "66 nodes need at least 25.2 GiB of memory, and 20.0 GiB is free on this machine" in said
     assert "at most 52 nodes in all" in said
     assert "--kv-memory" not in said
     together = "is free on this machine: serve with one node that does both (--aggregated 1)"
-    assert said_of_memory(asked(), 1100 * MIB).endswith(together)
-    for said in (said_of_memory(asked(), 600 * MIB), said_of_memory(asked(), 8 * GIB, weights=40 * GIB)):
+    assert said_of_memory(config(1, 1), 1100 * MIB).endswith(together)
+    for said in (said_of_memory(config(1, 1), 600 * MIB), said_of_memory(config(1, 1), 8 * GIB, weights=40 * GIB)):
         assert "end other processes on this machine" in said
 
 
 def test_weights_count_for_every_node_that_holds_them_and_on_a_gpu_not_in_the_machines_memory() -> None:
-    check_memory(asked(), 20 * GIB, 8 * GIB, on_cpu=True)
-    assert "at least" in said_of_memory(asked(3, 1), 20 * GIB, 8 * GIB)
-    check_memory(asked(kv=70 * GIB), 20 * GIB, 16 * GIB, on_cpu=False)
-    assert "64 prefill" not in said_of_memory(asked(64), 20 * GIB, on_cpu=False)
+    check_memory(config(1, 1), 20 * GIB, 8 * GIB, on_cpu=True)
+    assert "at least" in said_of_memory(config(3, 1), 20 * GIB, 8 * GIB)
+    check_memory(config(1, 1, kv=70 * GIB), 20 * GIB, 16 * GIB, on_cpu=False)
+    assert "64 prefill" not in said_of_memory(config(64, 1), 20 * GIB, on_cpu=False)
 
 
 @example(2, 2, 2 * GIB, AROUND_BYTES + 4 * (NODE_BYTES + 15 * (GIB // 10)), 0)  # hardly less than 1.5 GiB each
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(MIB, 1 << 42), st.integers(1, 1 << 42), st.integers(0, GIB))
 def test_what_is_proposed_would_be_accepted(prefill: int, decode: int, kv: int, free: int, weights: int) -> None:
     try:
-        check_memory(asked(prefill, decode, kv), free, weights, on_cpu=True)
+        check_memory(config(prefill, decode, kv=kv), free, weights, on_cpu=True)
     except ConfigurationError as error:
         said = str(error)
     else:
@@ -571,16 +544,15 @@ def test_what_is_proposed_would_be_accepted(prefill: int, decode: int, kv: int, 
     less = re.search(r"at most (\S+) \(--kv-memory\)", said)
     fewer = re.search(r"at most (\d+) nodes in all", said)
     if less:
-        check_memory(asked(prefill, decode, parse_size(less[1], "")), free, weights, on_cpu=True)
+        check_memory(config(prefill, decode, kv=parse_size(less[1], "")), free, weights, on_cpu=True)
     if fewer:
-        check_memory(asked(int(fewer[1]) - 1, 1, kv), free, weights, on_cpu=True)
+        check_memory(config(int(fewer[1]) - 1, 1, kv=kv), free, weights, on_cpu=True)
     assert less or fewer or "--aggregated 1" in said or "end other processes" in said
 
 
 def test_the_memory_of_tiers_counts_on_every_machine() -> None:
-    config = asked()
-    tiers = msgspec.structs.replace(config.cache, tiers=[TierConfig(cpu=10 * GIB)])
-    said = said_of_memory(msgspec.structs.replace(config, cache=tiers), 8 * GIB, on_cpu=False)
+    tiers = CacheConfig(tiers=[TierConfig(cpu=10 * GIB)])
+    said = said_of_memory(msgspec.structs.replace(config(1, 1), cache=tiers), 8 * GIB, on_cpu=False)
     assert "10.0 GiB of cache.tiers each" in said
 
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from tandem.cluster.config import AutoscalingConfig, SloConfig, TandemConfig
 from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tandem.wire.step_costs import ALONE, TERMS, StepCosts
-from tests.cluster.pools.helpers import FakeClock
+from tests.cluster.pools.helpers import FakeClock, status_of
 
 START_S = 20.0  # how long a node takes to load its model
 DRAIN_S = 5.0
@@ -56,23 +56,13 @@ class SimulatedPool:
         n = self.serving
         used = min(BLOCKS, int(self.answers / n * BLOCKS_PER_REQUEST))
         return [
-            NodeStatus(
-                node_id=f"{self.role.value}-{index}",
-                role=self.role,
-                epoch=self.epochs,
-                state=NodeState.READY,
-                free_blocks=BLOCKS - used,
-                total_blocks=BLOCKS,
-                running=int(self.answers / n),
-                waiting=math.ceil(self.waiting_tokens / n / PROMPT),
-                waiting_tokens=int(self.waiting_tokens / n),
-                transfers=0,
-                held_blocks=0,
-                step_age_s=0.0,
-                counters=self.counters,
+            status_of(
+                f"{self.role.value}-{index}", self.role, epoch=self.epochs, counters=self.counters,
+                free_blocks=BLOCKS - used, total_blocks=BLOCKS, running=int(self.answers / n),
+                waiting=math.ceil(self.waiting_tokens / n / PROMPT), waiting_tokens=int(self.waiting_tokens / n),
             )
             for index in range(n)
-        ]
+        ]  # fmt: skip
 
 
 class Simulation:

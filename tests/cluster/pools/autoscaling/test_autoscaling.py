@@ -13,11 +13,11 @@ from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
 from tandem.cluster.pools.autoscaling.rules import LONG, Breach, PoolBounds, PoolLoad, decide
 from tandem.cluster.tasks import cancel
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tandem.wire.step_costs import ALONE, TERMS, StepCosts
 from tests.cluster.pools.autoscaling.pool_simulation import PROMPT, READS_PER_S, Simulation
-from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.helpers import in_loop, status_of
 
 SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
 CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)
@@ -193,9 +193,7 @@ async def test_requests_that_wait_in_routers_make_the_pool_grow_that_writes_answ
 
 
 def status(**fields: float) -> NodeStatus:
-    known = {"free_blocks": 50, "total_blocks": 100, "running": 1, "waiting": 0, "waiting_tokens": 0, "transfers": 0}
-    given = {**known, "held_blocks": 0, "step_age_s": 0.0, **fields}
-    return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
+    return status_of("d", Role.DECODE, **{"free_blocks": 50, "running": 1, **fields})
 
 
 def test_requests_wait_in_nodes_or_in_routers() -> None:
@@ -315,7 +313,6 @@ def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> Non
 def test_the_greatest_need_comes_first() -> None:
     history = {Role.PREFILL: loads(Role.PREFILL, queue_s=1.2), Role.DECODE: loads(Role.DECODE, step_s=0.19)}
     resize = decide(60.0, dict.fromkeys(Role, 0.0), history, [pool(Role.PREFILL), pool(Role.DECODE)], {}, SLO, CONFIG)
-    assert resize is not None
     assert resize.role is Role.DECODE
 
 
@@ -388,7 +385,6 @@ def test_whatever_is_measured_limits_are_kept_and_a_breach_is_remembered_with_it
         return
     if resize.size > wanted:
         assert resize.size <= asked.max_nodes
-        assert resize.breach is not None
         assert resize.breach.nodes == wanted
     else:
         assert max(1, minimum, wanted / 2) <= resize.size < wanted

@@ -103,7 +103,8 @@ async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() ->
 async def test_a_machine_that_never_comes_pins_no_pool() -> None:
     """A decode node waits for one: meanwhile the prefill pool grows, and the decode pool shrinks again when it has room to spare."""
     limits = pools(PoolConfig(nodes=1, min=1, max=2), PoolConfig(nodes=1, min=1, max=3))
-    async with started(pools=limits, hosts=FakeHosts(machine("1", prefill=2, decode=1))) as rig:
+    config = TandemConfig(router=RouterConfig("model", "fake"), autoscaling=QUICK)
+    async with started(pools=limits, hosts=FakeHosts(machine("1", prefill=2, decode=1)), config=config) as rig:
         rig.node("decode-0").free_blocks = 2
         await rig.clock.advance(60)
         decode = await pool_of(rig, Role.DECODE)
@@ -113,6 +114,6 @@ async def test_a_machine_that_never_comes_pins_no_pool() -> None:
         assert (await pool_of(rig, Role.PREFILL)).wanted == 2
         for name in ("decode-0", "prefill-0"):
             rig.node(name).free_blocks = 90
-        await rig.clock.advance(1300)
+        await rig.clock.advance(300)
         decode = await pool_of(rig, Role.DECODE)
         assert (decode.wanted, decode.waiting_for_machines) == (1, 0)

@@ -199,37 +199,34 @@ async def test_further_processes_get_the_socket_of_one_that_serves_and_know_each
         assert await rollout_of(rig) is None
 
 
-async def test_a_router_with_another_environment_gets_the_socket_and_shares_nothing_else() -> None:
+@pytest.mark.parametrize(
+    ("changes", "named", "desks"),
+    [
+        # It may be of another version.
+        ({"env": {"PYTHONPATH": "/shared/next"}}, ["router.env.PYTHONPATH"], (["router~2"], ["router"])),
+        ({"host": "0.0.0.0", "port": 8123}, ["router.host", "router.port"], (["router", "router~2"], ["router", "router~2"])),
+    ],
+    ids=["an environment of its own: they share the socket alone", "another address: it is the one to ask"],
+)  # fmt: skip
+async def test_a_router_that_differs_from_the_old_one_is_told_of_its_socket(
+    changes: dict[str, object], named: list[str], desks: tuple[list[str], list[str]]
+) -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
-        wanted = with_router(rig, env={"PYTHONPATH": "/shared/next"})
+        wanted = with_router(rig, **changes)
         change = await rig.controller.apply(wanted, dry_run=False)
-        assert (change.routers, change.refused) == (["router.env.PYTHONPATH"], [])
+        assert (change.routers, change.refused) == (named, [])
         await rig.clock.advance(3.0)
         new = rig.launcher.router
-        assert (new.name, new.config.env, new.door) == ("router~2", wanted.router.env, "door of router 0")
-        assert (list(new.desks), list(old.desks)) == (["router~2"], ["router"]), "it may be of another version"
-        await rig.clock.advance(10.0)
-        old.may_leave.set()
-        await rig.clock.advance(3.0)
-        assert list(running(rig)) == ["router~2"]
-
-
-async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_and_is_the_one_to_ask() -> None:
-    async with started(pools=pools(1, 1)) as rig:
-        old = rig.launcher.router
-        old.may_leave.clear()
-        change = await rig.controller.apply(with_router(rig, host="0.0.0.0", port=8123), dry_run=False)
-        assert (change.routers, change.refused) == (["router.host", "router.port"], [])
-        await rig.clock.advance(3.0)
-        new = rig.launcher.router
-        assert (new.config.host, new.config.port, new.door) == ("0.0.0.0", 8123, "door of router 0")
+        assert (new.name, new.door) == ("router~2", "door of router 0")
+        assert (new.config.env, new.config.host, new.config.port) == (
+            wanted.router.env, wanted.router.host, wanted.router.port,
+        )  # fmt: skip
+        assert (sorted(new.desks), sorted(old.desks)) == desks
         await rig.clock.advance(10.0)
         assert old.left_with is not None
-        head = rig.controller.fleet.head_router
-        assert head is not None
-        assert head.name == new.name, "clients are told of the new address"
+        assert rig.controller.fleet.head_router.name == new.name, "clients are told of its address"
         old.may_leave.set()
         await rig.clock.advance(3.0)
         assert list(running(rig)) == ["router~2"]
