@@ -39,6 +39,7 @@ KEPT_S = 30 * 24 * 3600.0  # since their last use
 REPLACED_S = 3600.0  # the same for other packings of the model: another version's, or of another dtype
 WAIT_S = 900.0  # for another process that packs the same weights
 _FREE_SHARE, _FREE_BYTES = 0.05, 1 << 30  # how much of the disk stays free: the larger of the two
+_HELD_S = 5.0
 _LOOK_S = 0.1
 _TELL_S = 1.0
 _CODE = Path(__file__).parents[1]  # of which any change may change what is packed
@@ -110,13 +111,18 @@ class Shelf:
         except OSError:
             return None
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Who has just named it or deletes it holds it for a moment.
+            until = time.monotonic() + _HELD_S
+            while not _locked(file, fcntl.LOCK_SH):
+                if time.monotonic() > until:
+                    raise OSError(f"another process held it for {_HELD_S:.0f} s")
+                time.sleep(_LOOK_S)
             if _is(path, file):
                 with suppress(OSError):
                     os.utime(file)  # its last use
                 return file
         except OSError:
-            pass  # it is being deleted
+            pass
         os.close(file)
         return None
 
@@ -148,11 +154,11 @@ class Shelf:
         path, until = self._folder / (name + _UNFINISHED), time.monotonic() + WAIT_S
         while not (self._folder / name).exists():
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is(path, file):
+            if _locked(file, fcntl.LOCK_EX) and _is(path, file):
+                if not (self._folder / name).exists():
                     os.ftruncate(file, 0)
                     return file
+                path.unlink()  # another process has just given its file the name, and this one is new
             os.close(file)
             if time.monotonic() > until:
                 raise OSError(f"another process has packed the same weights for {WAIT_S:.0f} s")
@@ -216,6 +222,17 @@ def _is(path: Path, file: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file))
     except OSError:
         return False
+
+
+def _locked(file: int, how: int) -> bool:
+    """Whether this lock was to be had at once."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _delete(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import threading
@@ -111,6 +112,32 @@ def test_nodes_that_start_together_pack_once(folder: Path, packed: list[Path], t
     assert len(runners) == 3
     assert packed == [path]
     assert all(runner.info.shares_weights for runner in runners)
+
+
+def test_a_file_that_was_just_named_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who packed it still has it for itself, for a moment."""
+    (tmp_path / "model").touch()
+    packer = (tmp_path / "model").open()
+    fcntl.flock(packer, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "sleep", lambda _: packer.close())
+    found = Shelf(tmp_path, lambda what, share: None).find("model")
+    assert found is not None
+    os.close(found)
+
+
+def test_a_file_that_is_named_while_another_node_asks_for_its_turn_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def named_before(path: Path, *how: int) -> int:
+        os.close(opened(tmp_path / "model", os.O_CREAT))
+        return opened(path, *how)
+
+    monkeypatch.setattr(os, "open", named_before)
+    with Shelf(tmp_path, lambda what, share: None).turn("model") as new:
+        assert new is None
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_another_dtype_another_model_and_other_code_are_packed_apart(
