@@ -10,7 +10,7 @@ Floor 0: imports nothing of ours.
     progress    the latest step of a long task, and how long ago it came
     flags       flags of commands, a line each
     wings       parts that can be deleted, each known by the name of its module
-    own_thread  calls that nothing waits for when the process ends, and that may go deep
+    own_thread  calls that nothing waits for when the process ends, and that may go deep; what a process does when its parent ends
     percentile  of measured values
     shares      what several owners use, and how much of it one of them may hold
 """

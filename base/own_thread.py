@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -50,3 +51,15 @@ def in_deep_stack(work: Callable[[], T]) -> T:
     process, with all that it serves, and no limit on the text's length prevents it: a thread has 8 MiB, and a text of 100 KiB can name 3000
     rules that refer to one another."""
     return in_own_thread("deep-stack", work, STACK_BYTES).result()
+
+
+def when_parent_ends(work: Callable[[], object]) -> None:
+    """Runs this when the process that started this one has ended. Then standard input ends, on which that one never writes: what a
+    signal ends cannot say so itself."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        work()
+
+    in_own_thread("parent-watch", watch)

@@ -1,4 +1,4 @@
-"""A server over HTTP of which a test says what it answers."""
+"""A small HTTP server. A test gives it the function that answers."""
 
 from __future__ import annotations
 

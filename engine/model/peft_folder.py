@@ -101,18 +101,20 @@ class PeftConfig(msgspec.Struct, frozen=True):
         return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
 
     def _number_of(self, layer: str) -> int | None:
-        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
-        for pattern in patterns or [r"[^.]*"]:
+        for pattern in self._layers_patterns or [r"[^.]*"]:
             if found := re.match(_NUMBERED.format(pattern), layer):
                 return int(found[1])
         return None
 
     @property
+    def _layers_patterns(self) -> list[str]:
+        return [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
+
+    @property
     def patterns(self) -> list[Pattern]:
         """What is matched with layers' names as regular expressions."""
         whole = [names for names in (self.target_modules, self.exclude_modules) if isinstance(names, str)]
-        numbered = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
-        begun = [_NUMBERED.format(each) for each in numbered]
+        begun = [_NUMBERED.format(each) for each in self._layers_patterns]
         begun += [_NAMED.format(each) for each in {*self.rank_pattern, *self.alpha_pattern}]
         return [*(("fullmatch", each) for each in whole if each != ALL_LINEAR), *(("match", each) for each in begun)]
 

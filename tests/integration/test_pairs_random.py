@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.adapter_files import save_adapter
 from tests.integration.one_engine import OneEngine
-from tests.integration.test_ranks_random import ONE, PATIENCE_S, RankRun, Way
-from tests.more import more
+from tests.integration.test_ranks_random import ONE, PATIENCE_S, RankRun, Way, runs
 
 ADAPTED = "llama"
 # Zamba 2 keeps what Tandem does not know, and is refused.
@@ -102,12 +100,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         yield Models(tmp_path_factory.mktemp("models"), engines)
 
 
-ASKED = os.environ.get("TANDEM_PAIR_RUNS", "")
-FIRST, _, LAST = ASKED.partition("-")
-
-
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("number", range(int(FIRST), int(LAST or FIRST) + 1) if ASKED else more([1, 2, 3]))
+@pytest.mark.parametrize("number", runs("TANDEM_PAIR_RUNS", [1, 2, 3]))
 def test_every_answer_is_that_of_one_request_alone(number: int, tmp_path: Path, models: Models) -> None:
     run = PairRun(number, tmp_path, models)
     try:

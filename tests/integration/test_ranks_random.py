@@ -389,13 +389,15 @@ def alone(path_of: Callable[[str], Path]) -> Iterator[Callable[[str, str], OneEn
         )
 
 
+def runs(variable: str, otherwise: list[int]) -> Iterable[Any]:
+    """The numbers of the runs that this variable names, FIRST-LAST."""
+    first, _, last = os.environ.get(variable, "").partition("-")
+    return range(int(first), int(last or first) + 1) if first else more(otherwise)
+
+
 # In the first of these, ranks in two groups have caches of their own, and a tier.
-ASKED = os.environ.get("TANDEM_RANK_RUNS", "")
-FIRST, _, LAST = ASKED.partition("-")
-
-
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("number", range(int(FIRST), int(LAST or FIRST) + 1) if ASKED else more([31, 10, 404]))
+@pytest.mark.parametrize("number", runs("TANDEM_RANK_RUNS", [31, 10, 404]))
 def test_every_answer_is_that_of_one_rank(
     number: int, tmp_path: Path, path_of: Callable[[str], Path], alone: Callable[[str, str], OneEngine]
 ) -> None:

@@ -68,7 +68,7 @@ class FakeServer:
         self._answer = answer
         self.requests: list[Exchange] = []
         self.connections = 0
-        self.tasks: list[asyncio.Task[Any]] = []  # of the connections
+        self.tasks: list[asyncio.Task[Any]] = []  # one for each connection
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

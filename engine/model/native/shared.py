@@ -242,7 +242,7 @@ def _delete(path: Path) -> None:
     with suppress(OSError):
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            if _locked(file, fcntl.LOCK_EX):
+                path.unlink()
         finally:
             os.close(file)

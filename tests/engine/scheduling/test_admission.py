@@ -146,7 +146,7 @@ def test_tokens_from_outside_that_are_there_are_not_computed_but_for_the_last(of
 @pytest.mark.parametrize(
     ("reserve", "num_blocks", "first", "then", "admitted", "preempts"),
     [
-        # Three blocks in the end; four, of which two would not be there in the end; and one that does not overtake.
+        # The first needs three blocks in the end. The second needs four, and two of them would be missing. The third must not overtake.
         pytest.param(Reserve.SEQUENCE, 6, (4, 8), [(4, 12), (2, 2)], [], False, id="whole or not at all"),
         pytest.param(Reserve.PROMPT, 6, (4, 8), [(4, 8), (4, 8)], ["b", "c"], True, id="answers are not reserved for"),
         # Five blocks of seven; it shares two, and needs two more.

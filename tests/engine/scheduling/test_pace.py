@@ -14,6 +14,7 @@ from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.pace import FEWEST_TOKENS, Pace
 from tandem.wire.sampling import SamplingParams
+from tests.clock import Clock
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import Driver, FakeConnector, consume, produce
@@ -125,14 +126,6 @@ class TestScheduler:
         assert world.step()[0].num_scheduled_tokens["again"] == 1
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class TimedRunner(FakeRunner):
     """A runner whose steps take time in proportion to their prompt tokens."""
 
@@ -154,7 +147,7 @@ class TimedRunner(FakeRunner):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: bool) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     runner = TimedRunner(clock)
     engine = Engine(
         make_scheduler(runner, config=SchedulerConfig(step_target_ms=200)), runner, None, ahead=ahead, clock=clock
