@@ -275,6 +275,11 @@ class NodeTiers:
                 self._on_broken(f"slots of the {tier.spec.name} tier of {self._process.name} are never let go")
 
     @property
+    def have_to_forget(self) -> bool:
+        """Whether a disk does not know yet what its tier has forgotten."""
+        return any(mover.has_first for mover in self.movers if isinstance(mover, CopyThread))
+
+    @property
     def copied_bytes(self) -> int:
         """From other nodes' tiers."""
         shared = [tier.sharing for tier in self.tiers if tier.sharing is not None]

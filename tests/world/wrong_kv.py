@@ -43,8 +43,14 @@ class _Corruption:
     node: WorldNode
     generation: int  # of the node's cache when it happened
     what: str
-    found_at: float | None = None  # when the node's cache began a new generation
+    cleared_at: float | None = None  # when the node's cache began a new generation
     told_at: float | None = None  # when a peer found it
+
+    @property
+    def found_at(self) -> float | None:
+        """None: the next process on its disk would read it again, because this one ended before its disk had forgotten it."""
+        ended_too_soon = not self.node.process.is_alive and self.node.tiers.have_to_forget
+        return None if ended_too_soon else self.cleared_at
 
 
 def _drawing(seed: int) -> random.Random:
@@ -214,8 +220,8 @@ class WrongKV:
     def _look(self) -> None:
         now = self._schedule.loop.time()
         for each in self._open:
-            if each.node.generation > each.generation:
-                each.found_at = now
+            if each.cleared_at is None and each.node.generation > each.generation:
+                each.cleared_at = now
                 self._schedule.note(f"{each.node.process.name}: it is found that {each.what} was wrong")
         for node in self._schedule.nodes.values():
             self._look_at_findings(node, now)
