@@ -201,7 +201,7 @@ class RequestLife:
         if source is TokenSource.PREFILL:
             attempt.prefill_reported = True
         else:
-            prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
+            prefill = {attempt.prefill} if attempt.prefill is not None else set()
             self._fail_over(
                 TokensDiffer("two nodes differ in a token, and the answer cannot go on from the one that was shown"),
                 prefill,
@@ -222,7 +222,7 @@ class RequestLife:
             return
         if node not in attempt.nodes or (node == attempt.prefill and self._handed_over(attempt)):
             return
-        self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
+        self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node})
 
     def on_unheard(self, node: NodeInfo) -> None:
         """The node sends messages but acknowledges none. A request that it did receive stays there."""
@@ -261,7 +261,7 @@ class RequestLife:
             return
         if self._nodes.has_room_besides(node):
             why = f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
-            self._fail_over(Overloaded(why), {node.node_id}, for_now=True)
+            self._fail_over(Overloaded(why), {node}, for_now=True)
         else:
             attempt.found_no_room_at = self._clock()
             self._arm()
@@ -286,11 +286,11 @@ class RequestLife:
             error = NodeLost("the node gave the request up")
         else:
             error = InternalError("the node reported an error without saying which")
-        avoid = {reporter.node_id} if reporter is not None else set()
+        avoid = {reporter} if reporter is not None else set()
         if isinstance(error, TransferError | NodeLost) and chunk.finish is FinishReason.ERROR and peer is not None:
             # The reporting node lost its peer. Avoid the prefill node, whichever of the two reported: the
             # decode node can do everything by itself.
-            avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
+            avoid = {attempt.prefill} if attempt.prefill is not None else avoid
         if self._worth_another_try(error):
             self._fail_over(error, avoid)
         else:
@@ -304,7 +304,7 @@ class RequestLife:
             return True
         return isinstance(error, Unavailable | TransferError) and not isinstance(error, KVLoadFailed)
 
-    def _fail_over(self, error: TandemError, avoid: Iterable[str], *, for_now: bool = False) -> None:
+    def _fail_over(self, error: TandemError, avoid: Iterable[NodeInfo], *, for_now: bool = False) -> None:
         """`for_now`: see `NodeChoice.failed`. No node has failed then, so it does not count as a failover."""
         self._nodes.failed(self.attempt, avoid, for_now=for_now)
         self._abandon_attempt()
@@ -374,7 +374,7 @@ class RequestLife:
             self.spec.trace.considered(self._nodes.alternatives(decision))
         error = self._placement.submit(self, attempt, self.spec, self._hashes, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
-            self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
+            self._fail_over(error, {node for node in attempt.nodes if node not in attempt.sent})
 
     def _abandon_attempt(self, ended_at: NodeInfo | None = None, *, leaves: bool = False) -> None:
         if (attempt := self.attempt) is not None:
@@ -460,10 +460,7 @@ class RequestLife:
             return
         self._metrics.deadlines.inc("token_idle")
         names = ", ".join(node.node_id for node in silent)
-        self._fail_over(
-            NodeLost(f"no token for {self._timeouts.token_idle:g} s, and no answer from {names}"),
-            {node.node_id for node in silent},
-        )
+        self._fail_over(NodeLost(f"no token for {self._timeouts.token_idle:g} s, and no answer from {names}"), silent)
 
     # --- the end ----------------------------------------------------------------------------------------------
 

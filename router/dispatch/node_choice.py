@@ -1,4 +1,5 @@
-"""Where a request may go next: not to nodes that failed it and, once tokens of it were shown, to none with another model."""
+"""Where a request may go next: not to nodes that failed it, unless they were started again since, and once tokens of it were shown, to
+none with another model."""
 
 from __future__ import annotations
 
@@ -24,15 +25,17 @@ class NodeChoice:
         self._spec = spec
         self._hashes = hashes
         self._ledger = ledger
-        self._avoided: set[str] = set(spec.answered_by)
-        self._left: set[str] = set()  # those of them that it left because blocks were kept there, which may be over
+        self._avoided: set[NodeInfo] = set()
+        self._left: set[NodeInfo] = (
+            set()
+        )  # those of them that it left because blocks were kept there, which may be over
         self._content: str | None = None  # identity of the model on the nodes of the last attempt
         self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
 
     def went(self, attempt: Attempt) -> None:
         self._content = attempt.nodes[0].content
 
-    def failed(self, attempt: Attempt | None, avoid: Iterable[str], *, for_now: bool = False) -> None:
+    def failed(self, attempt: Attempt | None, avoid: Iterable[NodeInfo], *, for_now: bool = False) -> None:
         """`for_now`: these nodes are avoided until the request leaves another one for the same reason."""
         if attempt is not None and attempt.decode_started:
             self._mirror = attempt.decision.mirror
@@ -45,29 +48,33 @@ class NodeChoice:
         """Raises Unavailable when no node can take the request."""
         if self._spec.facts.when_idle:
             with contextlib.suppress(Unavailable):
-                return self._besides(self._avoided | self._placement.crowded())
+                return self._besides(self._failed_it(self._avoided) | self._placement.crowded())
         try:
             return self.choose_another()
         except Unavailable:
-            if not self._avoided:
+            if not (avoided := self._failed_it(self._avoided)):
                 raise
             # A decode node that failed this request before is better than none. A prefill node that failed it
             # stays avoided.
-            return self._besides(self._placement.prefill_ids & self._avoided)
+            return self._besides(self._placement.prefill_ids & avoided)
 
     def choose_another(self) -> RoutingDecision:
         """As `choose`, but never a node that failed the request."""
-        return self._besides(self._avoided)
+        return self._besides(self._failed_it(self._avoided))
 
     def has_room_besides(self, node: NodeInfo) -> bool:
-        routing = self._routing(frozenset({*(self._avoided - self._left), node.node_id}))
+        routing = self._routing(self._failed_it(self._avoided - self._left) | {node.node_id})
         return self._placement.has_room(routing, self._hashes)
 
     def alternatives(self, decision: RoutingDecision) -> list[Alternative]:
         return self._placement.alternatives(self._routing(frozenset()), self._hashes, decision)
 
-    def _besides(self, avoid: Iterable[str]) -> RoutingDecision:
-        return self._placement.choose(self._routing(frozenset(avoid)), self._hashes)
+    def _failed_it(self, nodes: Iterable[NodeInfo]) -> frozenset[str]:
+        """The names of these nodes, but for those that were started again, and of those that answered it before."""
+        return self._placement.not_started_again(nodes) | self._spec.answered_by
+
+    def _besides(self, avoid: frozenset[str]) -> RoutingDecision:
+        return self._placement.choose(self._routing(avoid), self._hashes)
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self._ledger.tokens)

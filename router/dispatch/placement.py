@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
 import msgspec
@@ -215,6 +215,11 @@ class Placement(Generic[L]):
     @property
     def prefill_ids(self) -> frozenset[str]:
         return self._pool.view.prefill_ids
+
+    def not_started_again(self, nodes: Iterable[NodeInfo]) -> frozenset[str]:
+        """The names of those whose incarnation is still the pool's."""
+        members = ((node, self._pool.member(node.node_id)) for node in nodes)
+        return frozenset(node.node_id for node, member in members if member and member.info.epoch == node.epoch)
 
     # --- an attempt, from its choice to its end
 

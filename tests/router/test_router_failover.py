@@ -386,6 +386,20 @@ def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start
     assert blocked.asks == 1
 
 
+def test_a_request_goes_back_to_a_node_that_was_lost_and_started_again(start_router: StartRouter) -> None:
+    """What failed it is gone."""
+    router = start_router(decode=2, timeouts=DECIDES_SOON, max_failovers=1)
+    with undisturbed(router, after=3):
+        lost = serving(router)
+        blocked = other(router, lost)
+        router.remove(lost.info.node_id).kill()
+        submitted(blocked)
+        again = router.add(lost.info.node_id, Role.DECODE)
+        router.wait_ready(lost.info.node_id)
+        blocked.set(status_fields=BLOCKED)
+    moved_once(blocked, again)
+
+
 def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_decode_node(
     start_router: StartRouter,
 ) -> None:

@@ -17,6 +17,7 @@ FOUND = {
     362652607: "a request that was alone on a node, and began again and again for want of blocks, counted as one that runs",
     1294892991: "a request that had moved as often as it may stayed on a node whose blocks waited for a silent peer",
     3949098454: "a request looked once for a node with room, and its last token, which a prefill node gives, waited for a decode node",
+    2178808423: "a node that was lost and started again stayed avoided, so a request waited on one whose blocks a silent peer held",
     2934354705: "the world's: a node that was killed before its disk had forgotten wrong KV counted as reset",
     3987915351: "two nodes admitted four requests in different orders, and each waited for blocks that the other kept",
 }
