@@ -33,21 +33,26 @@ def tokens_of(answer: bytes) -> int:
 
 
 def estimated_end(database: sqlite3.Connection, job: str, began: float, now: float) -> int | None:
-    """When all lines of the job will be answered at the rate, in tokens, of those that are since `began`. A line that is
-    not answered is expected to take as many tokens as one of its length did. None while no line is answered."""
+    """When all lines of the job will be answered at the rate, in tokens, of what was done since `began`. A line that is not
+    answered is expected to take as many tokens as one of its length did, and half of them if it is under way: as many lines as
+    a tenth of a job may be. None while no line is answered."""
     sums = {
-        bool(row[0]): row[1:]
+        row[0]: [float(number) for number in row[1:]]
         for row in database.execute(
-            "SELECT done > 0, count(*), sum(size), sum(size * size), sum(done), sum(size * done) FROM lines WHERE job = ? "
-            "GROUP BY done > 0",
+            "SELECT CASE WHEN done > 0 THEN 'answered' WHEN worker IS NULL THEN 'waiting' ELSE 'under way' END AS kind, count(*), "
+            "sum(size), sum(size * size), sum(done), sum(size * done) FROM lines WHERE job = ? GROUP BY kind",
             (job,),
         )
     }
-    if True not in sums:
+    if "answered" not in sums:
         return None
-    count, size, squares, tokens, products = map(float, sums[True])
-    left, left_size = map(float, sums[False][:2]) if False in sums else (0.0, 0.0)
+    count, size, squares, tokens, products = sums["answered"]
     spread = squares - size * size / count
     per_byte = max(0.0, (products - size * tokens / count) / spread) if spread > 0 else 0.0
-    left_tokens = max(0.0, left * tokens / count + per_byte * (left_size - left * size / count))
-    return math.ceil(now + left_tokens * max(now - began, 0.0) / tokens)
+
+    def expected(kind: str) -> float:
+        lines, length = sums[kind][:2] if kind in sums else (0.0, 0.0)
+        return max(0.0, lines * tokens / count + per_byte * (length - lines * size / count))
+
+    half = expected("under way") / 2
+    return math.ceil(now + (expected("waiting") + half) * max(now - began, 0.0) / (tokens + half))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.batches.answer_types import BatchObject
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.router.batches.estimate import tokens_of
-from tandem.router.batches.store import BatchStore, LineResult
+from tandem.router.batches.store import BatchStore, ClaimedLine, LineResult
 
 LINES = 400
 
@@ -21,6 +22,52 @@ def answers_take_long(prompt: int, answer: int) -> float:
 
 def all_tokens_alike(prompt: int, answer: int) -> float:
     return (prompt + answer) / 500
+
+
+def begun(folder: Path, clock: Callable[[], float], prompts: list[int]) -> tuple[BatchStore, BatchObject]:
+    """A job with a line for each of these prompts."""
+    store = BatchStore(folder, clock=clock)
+    file_id, path = store.files.new_path()
+    path.write_bytes(b"x" * 5 * sum(prompts))
+    store.files.add(file_id, "", "a", "batch", 5 * sum(prompts), expires=None)
+    batch = store.add_job("", BatchRequest(file_id, "/v1/completions", "24h"))
+    job = store.take_job()
+    assert job is not None
+    place = 0
+    rows = []
+    for number, prompt in enumerate(prompts):
+        rows.append((number, place, 5 * prompt, str(number)))
+        place += 5 * prompt
+    store.add_lines(job, rows)
+    store.lines_read(job, LINES)
+    return store, batch
+
+
+@pytest.mark.parametrize("begun_a_second", [2, 3])
+def test_lines_that_are_under_way_are_half_done(tmp_path: Path, begun_a_second: int) -> None:
+    """Up to a hundred lines share the nodes. When a tenth of them is answered, much more than a tenth is done."""
+    together, tokens = 100, 130.0
+    now = [1_000_000.0]
+    store, batch = begun(tmp_path, lambda: now[0], [100] * LINES)
+    began, said, answered = now[0], [], 0
+    left: dict[ClaimedLine, float] = {}
+    while answered < LINES:
+        now[0] += 1.0
+        if room := min(together - len(left), begun_a_second):
+            left |= {line: tokens for line, _ in store.claim(room)}
+        share = tokens / len(left)
+        left = {line: more - share for line, more in left.items()}
+        done = [line for line, more in left.items() if more <= 1e-6]
+        store.record([LineResult(line, well=True, text=b"{}", tokens=int(tokens)) for line in done])
+        answered += len(done)
+        for line in done:
+            del left[line]
+        if LINES / 10 <= answered < LINES:
+            said.append(store.job(batch.id, "").estimated_completion_at)
+    for end in said:
+        assert end is not None
+        assert abs(end - now[0]) <= 0.2 * (now[0] - began)
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -41,20 +88,7 @@ def test_a_batch_says_when_it_will_be_done(tmp_path: Path, order: str, cost: Cal
     # Longer prompts have longer answers, on the whole.
     answers = [prompt // 4 + rng.randint(10, 60) for prompt in prompts]
     now = [1_000_000.0]
-    store = BatchStore(tmp_path, clock=lambda: now[0])
-    file_id, path = store.files.new_path()
-    path.write_bytes(b"x" * 5 * sum(prompts))
-    store.files.add(file_id, "", "a", "batch", 5 * sum(prompts), expires=None)
-    batch = store.add_job("", BatchRequest(file_id, "/v1/completions", "24h"))
-    job = store.take_job()
-    assert job is not None
-    place = 0
-    rows = []
-    for number, prompt in enumerate(prompts):
-        rows.append((number, place, 5 * prompt, str(number)))
-        place += 5 * prompt
-    store.add_lines(job, rows)
-    store.lines_read(job, LINES)
+    store, batch = begun(tmp_path, lambda: now[0], prompts)
     assert store.job(batch.id, "").estimated_completion_at is None
     began, said = now[0], []
     while lines := [line for line, _ in store.claim(8)]:
